@@ -1,0 +1,80 @@
+"""Candidates: the copies of a tier that could leave, and which leaves first.
+
+WINDOW parts leave before whole copies: they serve the last tokens of one hit only. A whole copy is
+a candidate while it is a leaf without lease or Move. Copies whose slots have different sizes (the
+shards of a pipeline) queue together under the sizes that evicting them frees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstore.core.eviction import Policy
+from kvstore.core.layout import Part
+from kvstore.core.slots import Slot, SlotState
+from kvstore.core.tree_nodes import Copy
+
+Sizes = tuple[int, ...]
+
+
+class Candidates:
+    """A policy for each combination of slot sizes. ``guard`` is the copy that room is made for."""
+
+    def __init__(self, policy: Callable[[], Policy]) -> None:
+        self.guard: Copy | None = None
+        self._policy = policy
+        self._copies: dict[Sizes, Policy] = {}
+        self._windows: dict[Sizes, Policy] = {}
+
+    def offer(self, copy: Copy) -> None:
+        """Note a copy that may be evictable, whole or in part."""
+        if self.evictable(copy):
+            self._queue(self._copies, copy, Part.FULL).offer(copy)
+        if self.window_evictable(copy):
+            self._queue(self._windows, copy, Part.WINDOW).offer(copy)
+
+    def take(self, slot_bytes: int) -> tuple[Copy, list[Part]] | None:
+        """The copy, and its parts, to evict for a slot of this size."""
+        copy = _coldest(self._windows, slot_bytes, self.window_evictable)
+        if copy is not None:
+            return copy, [Part.WINDOW]
+        copy = _coldest(self._copies, slot_bytes, self.evictable)
+        return None if copy is None else (copy, list(Part))
+
+    def evictable(self, copy: Copy) -> bool:
+        """Whether the whole copy may leave."""
+        if not self._loose(copy) or copy.first_child is not None:
+            return False
+        return all(map(_all_idle, copy.parts))
+
+    def window_evictable(self, copy: Copy) -> bool:
+        """Whether the copy's WINDOW part may leave."""
+        return (
+            self._loose(copy) and copy.ready[Part.WINDOW] > 0 and _all_idle(copy.parts[Part.WINDOW])
+        )
+
+    def _loose(self, copy: Copy) -> bool:
+        return copy.live and copy.space.alive and not copy.leases and copy is not self.guard
+
+    def _queue(self, queues: dict[Sizes, Policy], copy: Copy, part: Part) -> Policy:
+        sizes = tuple(sorted({slot.place.slot_bytes for slot in copy.parts[part] if slot}))
+        policy = queues.get(sizes)
+        if policy is None:
+            policy = queues[sizes] = self._policy()
+        return policy
+
+
+def _coldest(
+    queues: dict[Sizes, Policy], slot_bytes: int, test: Callable[[Copy], bool]
+) -> Copy | None:
+    """Take the copy used longest ago from all queues that free a slot of this size."""
+    best: tuple[int, Policy] | None = None
+    for sizes, policy in queues.items():
+        use = policy.coldest_use(test) if slot_bytes in sizes else None
+        if use is not None and (best is None or use < best[0]):
+            best = (use, policy)
+    return None if best is None else best[1].take(test)
+
+
+def _all_idle(slots: list[Slot | None]) -> bool:
+    return all(s is None or (s.state is SlotState.READY and not s.holders) for s in slots)

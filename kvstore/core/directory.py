@@ -1,0 +1,170 @@
+"""Directory: which chunks are where. The trees of the local tiers, the staging slots, and the hit.
+
+A hit of n chunks needs the FULL parts of [0, n) and the WINDOW parts of the last ``window_chunks``;
+each tier is prefix-closed, so [0, host) comes from host memory and [host, n) from NVMe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvstore.core.eviction import Policy
+from kvstore.core.keys import KEY_BYTES
+from kvstore.core.layout import Part
+from kvstore.core.limits import Limits
+from kvstore.core.messages import MoveID, Place, TierName
+from kvstore.core.slots import Slot, SlotState
+from kvstore.core.spaces import Space
+from kvstore.core.stats import TierStats
+from kvstore.core.tree import Tree
+from kvstore.core.tree_nodes import Copy
+
+
+@dataclass(slots=True)
+class TierCount:
+    """Chunks of lookups that a tier had and hadn't."""
+
+    hits: int = 0
+    misses: int = 0
+
+
+class Directory:
+    """The trees by tier, fastest first, and the staging ring."""
+
+    def __init__(self, limits: Limits, policy: Callable[[], Policy]) -> None:
+        self.host = Tree(TierName.HOST, limits.host, policy)
+        self.nvme = None if limits.nvme is None else Tree(TierName.NVME, limits.nvme, policy)
+        self._counts = {tier: TierCount() for tier in TierName}
+        self._staging_from = limits.host.slabs
+        size = limits.host.slab_bytes
+        self._staging = [
+            Slot(Place(TierName.HOST, limits.host.slabs + number, 0, size))
+            for number in range(limits.staging_slots)
+        ]
+
+    def trees(self) -> Iterator[Tree]:
+        """The trees that there are."""
+        yield self.host
+        if self.nvme is not None:
+            yield self.nvme
+
+    def tree(self, tier: TierName) -> Tree | None:
+        """The tree of one tier."""
+        return self.host if tier is TierName.HOST else self.nvme
+
+    def hit(
+        self, space: Space, keys: bytes, window_chunks: int
+    ) -> tuple[int, list[tuple[Tree, Copy]]]:
+        """The longest hit on a chain of keys from its root, and the copies that its lease pins."""
+        host = self.host.visible_run(space, keys)
+        nvme = 0 if self.nvme is None else self.nvme.visible_run(space, keys)
+        chunks = max(host, nvme)
+        if window_chunks:
+            chunks = self._step_down(space, keys, chunks, window_chunks)
+        host = min(host, chunks)
+        self._count(len(keys) // KEY_BYTES, host, chunks)
+        pins = self._deepest(self.host, space, keys, host)
+        if self.nvme is not None and chunks > host:
+            pins += self._deepest(self.nvme, space, keys, chunks)
+        for place in range(max(0, chunks - window_chunks), chunks):
+            found = self._window(space, _key(keys, place))
+            pins += [found] if found is not None else []
+        return chunks, pins
+
+    def let_go(self, slot: Slot, move: MoveID) -> None:
+        """A Move that held a slot of any tier, or of the staging ring, has ended."""
+        if self.is_staging(slot):
+            slot.let_go(move)
+            slot.free_if_dead()
+            return
+        tree = self.tree(slot.place.tier)
+        if tree is not None:
+            tree.let_go(slot, move)
+
+    def stage(self, part: Part, shard: int, payload_bytes: int) -> Slot | None:
+        """A RESERVED staging slot; None while all are in use."""
+        for slot in self._staging:
+            if slot.state is SlotState.FREE:
+                slot.reserve(None, shard, part, payload_bytes)
+                return slot
+        return None
+
+    def is_staging(self, slot: Slot) -> bool:
+        """Whether the slot belongs to the staging ring."""
+        return slot.place.tier is TierName.HOST and slot.place.slab >= self._staging_from
+
+    def staging(self) -> list[Slot]:
+        """All staging slots."""
+        return self._staging
+
+    def stats(self, spaces: list[Space]) -> tuple[TierStats, ...]:
+        """A snapshot of each tier."""
+        return tuple(self._tier_stats(tree, spaces) for tree in self.trees())
+
+    def _tier_stats(self, tree: Tree, spaces: list[Space]) -> TierStats:
+        limits = tree.slabs.limits
+        used = total = used_bytes = pinned = 0
+        sizes: list[int] = []
+        for slab in tree.slabs.cuts():
+            used += slab.used()
+            total += slab.capacity
+            used_bytes += slab.used() * slab.slot_bytes
+            sizes.append(slab.slot_bytes)
+            pinned += sum(1 for slot in slab.slots.values() if slot.holders)
+        if sizes:
+            total += tree.slabs.uncut_count() * (limits.slab_bytes // max(sizes))
+        count = self._counts[tree.tier]
+        return TierStats(
+            name=tree.tier.value,
+            slots_used=used,
+            slots_total=total,
+            bytes_used=used_bytes,
+            bytes_total=limits.slabs * limits.slab_bytes,
+            chunks=sum(len(space.index[tree.tier]) for space in spaces),
+            hits=count.hits,
+            misses=count.misses,
+            evictions=tree.evictions,
+            pinned=pinned,
+            scanning=tree.linear,
+            full=tree.slabs.growth_stopped,
+        )
+
+    def _count(self, asked: int, host: int, chunks: int) -> None:
+        self._counts[TierName.HOST].hits += host
+        self._counts[TierName.HOST].misses += asked - host
+        self._counts[TierName.NVME].hits += chunks - host
+        self._counts[TierName.NVME].misses += asked - chunks
+
+    def _deepest(
+        self, tree: Tree, space: Space, keys: bytes, chunks: int
+    ) -> list[tuple[Tree, Copy]]:
+        copy = tree.find(space, _key(keys, chunks - 1)) if chunks else None
+        if copy is None:
+            return []
+        tree.touch(copy)
+        return [(tree, copy)]
+
+    def _step_down(self, space: Space, keys: bytes, chunks: int, window_chunks: int) -> int:
+        """The longest hit up to ``chunks`` whose last ``window_chunks`` have their WINDOW parts."""
+        whole = 0
+        place = chunks
+        while place > 0 and whole < window_chunks:
+            place -= 1
+            if self._window(space, _key(keys, place)) is not None:
+                whole += 1
+            else:
+                chunks, whole = place, 0
+        return chunks
+
+    def _window(self, space: Space, key: bytes) -> tuple[Tree, Copy] | None:
+        """A tier that has a chunk's WINDOW part."""
+        for tree in self.trees():
+            copy = tree.find(space, key)
+            if copy is not None and copy.window_visible():
+                return tree, copy
+        return None
+
+
+def _key(keys: bytes, place: int) -> bytes:
+    return keys[place * KEY_BYTES : (place + 1) * KEY_BYTES]

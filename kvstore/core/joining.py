@@ -1,0 +1,82 @@
+"""Joining: sessions register memory or attach, and engines become ready."""
+
+from __future__ import annotations
+
+from kvstore.core.engines import Engine, Session
+from kvstore.core.errors import CapacityError
+from kvstore.core.layout import Part
+from kvstore.core.messages import (
+    Attach,
+    Refused,
+    Register,
+    SessionID,
+    SetRevision,
+)
+from kvstore.core.state import State
+
+
+class Joining:
+    """The requests that change who belongs to an engine, and under which namespace."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def join(self, session: SessionID, number: int, message: Register | Attach) -> None:
+        """A session's first request: it becomes a worker or a scheduler of an engine."""
+        state = self._state
+        if isinstance(message, Register):
+            reason = self._too_large(message)
+            got = Refused(reason) if reason else state.engines.register(session, message)
+        else:
+            got = state.engines.attach(session, message)
+        if isinstance(got, Refused):
+            state.reply(session, number, got)
+            return
+        if isinstance(message, Register):
+            refused = self._make_ready(got.engine, but=session)
+            if refused is not None:
+                state.engines.remove(got)
+                state.reply(session, number, refused)
+                return
+        state.reply(session, number, got.engine.state())
+
+    def _too_large(self, message: Register) -> str:
+        """Why no slab can hold a chunk of this layout; empty if each can."""
+        for tree in self._state.directory.trees():
+            for part in Part:
+                size = tree.slot_bytes(message.layout.part_bytes(part))
+                if size > tree.slabs.limits.slab_bytes:
+                    return (
+                        f"layout: a chunk needs a slot of {size} bytes, but "
+                        f"{tree.tier.value}.slab_size is {tree.slabs.limits.slab_bytes}; "
+                        "use fewer tokens a chunk or larger slabs"
+                    )
+        return ""
+
+    def _make_ready(self, engine: Engine, but: SessionID) -> Refused | None:
+        """Bring an engine up if it is complete, and tell its sessions (``but`` one)."""
+        state = self._state
+        before = engine.state()
+        try:
+            persist = state.engines.make_ready(engine)
+        except CapacityError as error:
+            return Refused(str(error))
+        if persist is not None:
+            state.effects.append(persist)
+        self.tell(engine, before, but)
+        return None
+
+    def tell(self, engine: Engine, before: object, but: SessionID) -> None:
+        """Tell all sessions but one what the engine's state is, if it changed."""
+        if engine.state() == before:
+            return
+        for session in engine.sessions():
+            if session.id != but and not session.closing:
+                self._state.reply(session.id, 0, engine.state())
+
+    def set_revision(self, session: Session, number: int, message: SetRevision) -> None:
+        engine = session.engine
+        refused = self._state.engines.set_revision(engine, message)
+        if refused is None and engine.space is not None:
+            refused = self._make_ready(engine, but=session.id)
+        self._state.reply(session.id, number, refused or engine.state())

@@ -1,0 +1,52 @@
+"""Limits: every bound that the core keeps, fixed at start by the composition root."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TierLimits:
+    """A local tier's size: ``slabs`` slabs of ``slab_bytes``; the total is a limit and is never
+    exceeded."""
+
+    slabs: int
+    slab_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes, depths and deadlines of the core.
+
+    Host memory in all = (host.slabs + staging_slots) * host.slab_bytes: staging slot i is slab
+    host.slabs + i, whole. ``nvme`` None: no NVMe tier.
+    """
+
+    host: TierLimits
+    nvme: TierLimits | None = None
+    staging_slots: int = 4
+    lease_s: float = 60.0
+    """A lease ends this long after its last lookup; it protects presence only."""
+    leases_max: int = 65_536
+    """Leases at a time; beyond it the one whose deadline is next ends early."""
+    session_bytes_max: int = 4 << 30
+    """Bytes of stores in flight per session; beyond it a store is refused at once."""
+    copy_depth: int = 4
+    """STORE and LOAD Moves handed out at a time; the rest waits in the core, where priorities
+    hold."""
+    read_depth: int = 8
+    write_depth: int = 4
+    write_backlog_max: int = 65_536
+    """Chunk parts that wait for their write to NVMe (they hold no pin); beyond it they are dropped
+    and counted."""
+    write_budget_bytes_s: int = 0
+    """Bytes a second that may enter NVMe, averaged over ``write_burst_s``; 0 is no limit."""
+    write_burst_s: float = 10.0
+    admit_after: int = 1
+    """A chunk enters NVMe at its n-th store."""
+    sweep_entries: int = 500
+    """Hidden chunks freed per event."""
+    sessions_max: int = 1024
+    """Sessions at a time; beyond it a registration is refused."""
+    nvme_retry_s: float = 30.0
+    """After a full disk, this long until the tier tries to grow again."""

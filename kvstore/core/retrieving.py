@@ -1,0 +1,234 @@
+"""Retrieve: host slots -> engine blocks; what is only on a lower tier is read into a host slot
+first, once for all who wait for it, verified there, and handed on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.core.blocks import ChunkBlocks, check_blocks
+from kvstore.core.chunk import slot_header
+from kvstore.core.engines import Session
+from kvstore.core.errors import InvariantError
+from kvstore.core.keys import KEY_BYTES
+from kvstore.core.layout import Part, Shard
+from kvstore.core.messages import ChunkHeader, MoveKind, MoveStatus, Refused, Retrieve
+from kvstore.core.slots import Slot, SlotState
+from kvstore.core.spaces import Space
+from kvstore.core.state import State
+from kvstore.core.stats import Drop
+from kvstore.core.tickets import Ticket, Wait
+from kvstore.core.transfers import Blocks, Job, Reader
+
+_FAULTS = {
+    MoveStatus.CORRUPT: Drop.CORRUPT,
+    MoveStatus.FOREIGN: Drop.KEY_COLLISION,
+    MoveStatus.FAILED: Drop.READ_FAILED,
+    MoveStatus.NO_SPACE: Drop.READ_FAILED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """One retrieve's facts."""
+
+    ticket: Ticket
+    space: Space
+    blocks: ChunkBlocks
+    shard: Shard
+
+
+class Retrieving:
+    """The verb *retrieve*, and the ends of LOAD, READ and ERASE Moves."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._reads: dict[Slot, Job] = {}
+
+    def retrieve(self, session: Session, number: int, message: Retrieve) -> None:
+        """Begin a retrieve. It stops at the first chunk that isn't there any more."""
+        state, layout, shard = self._state, session.layout, session.shard
+        if layout is None or shard is None:
+            text = "retrieve: this session registered no memory"
+            state.reply(session.id, number, Refused(text))
+            return
+        chunks = len(message.keys) // KEY_BYTES
+        blocks = check_blocks(layout, chunks, message.blocks)
+        if isinstance(blocks, str):
+            state.reply(session.id, number, Refused(f"retrieve: {blocks}"))
+            return
+        ticket = Ticket(session.id, number, "retrieve", message.request)
+        ticket.begin(message.keys, chunks, state.now)
+        session.tickets[number] = ticket
+        space = session.engine.space
+        there = space is not None
+        for chunk in range(chunks):
+            if there and space is not None:
+                there = self._retrieve_chunk(_Batch(ticket, space, blocks, shard), chunk)
+            if not there:
+                ticket.fail(chunk)
+        if not there:
+            self._cut_leases(ticket)
+        state.finish_if_ended(ticket)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """The ticket waits for no read any more; a queued read that nobody waits for is dropped."""
+        for job in list(self._reads.values()):
+            mine = [reader for reader in job.readers if reader.wait.ticket is ticket]
+            if not mine:
+                continue
+            job.readers = [reader for reader in job.readers if reader.wait.ticket is not ticket]
+            for reader in mine:
+                ticket.settle(reader.wait.chunk, ok=False)
+            if not job.readers and not self._state.transfers.is_running(job.id):
+                self._state.transfers.drop(job)
+                self._forget(job)
+                self._state.let_go(job)
+
+    def land(self, job: Job) -> bool:
+        """Find a READ's target: a host slot (that is promotion) or a staging slot."""
+        header, state = job.header, self._state
+        space = state.spaces.find(header.tenant, header.namespace)
+        target: Slot | Drop | None = None
+        if space is not None and space.epoch == header.epoch:
+            target = state.directory.host.reserve(space, header)
+        if not isinstance(target, Slot):
+            target = state.directory.stage(header.part, header.shard, header.payload_bytes)
+        if target is None:
+            return False
+        target.hold(job.id)
+        job.target = target
+        return True
+
+    def loaded(self, job: Job, status: MoveStatus) -> None:
+        """A LOAD Move has ended."""
+        if status is not MoveStatus.OK and job.wait is not None:
+            self._state.drop(Drop.LOAD_FAILED)
+            self._cut_leases(job.wait.ticket, job.header.key)
+        self._state.end_wait(job, status is MoveStatus.OK)
+        self._state.let_go(job)
+
+    def read(self, job: Job, status: MoveStatus) -> None:
+        """A READ Move has ended: hand the bytes on, or tell all who waited and give the chunk
+        up."""
+        source, target = job.source, job.target
+        if source is None or target is None:
+            raise InvariantError(f"READ {job.id} lacks a slot")
+        self._forget(job)
+        if status is MoveStatus.OK:
+            for reader in job.readers:
+                self._load(target, job.header, reader.wait, reader.blocks)
+                reader.wait.ticket.settle(reader.wait.chunk, ok=True)
+        else:
+            self._state.drop(_FAULTS[status])
+            for reader in job.readers:
+                reader.wait.ticket.settle(reader.wait.chunk, ok=False)
+                self._cut_leases(reader.wait.ticket, job.header.key)
+            self._give_up(source)
+        self._settle_target(target, status)
+        self._state.let_go(job)
+
+    def erased(self, job: Job, status: MoveStatus) -> None:
+        """An ERASE Move has ended, well or not: the slot is free."""
+        if status is not MoveStatus.OK:
+            self._state.drop(Drop.ERASE_FAILED)
+        self._state.let_go(job)
+
+    def reading(self) -> int:
+        """Reads that are queued or running."""
+        return len(self._reads)
+
+    # ------------------------------------------------------------ private
+
+    def _retrieve_chunk(self, batch: _Batch, chunk: int) -> bool:
+        """Queue what one chunk needs; tells whether it is there. Nothing is queued where it
+        isn't."""
+        found: list[tuple[Slot, Blocks]] = []
+        for part in Part:
+            if batch.blocks.all_null(part, chunk):
+                continue
+            slot = self._find(batch, chunk, part)
+            if slot is None:
+                return False
+            found.append((slot, batch.blocks.of(part, chunk)))
+        for slot, blocks in found:
+            if slot.owner is not None:
+                self._touch(slot)
+            if slot.place.tier is self._state.directory.host.tier:
+                self._load(slot, slot_header(slot, 0), Wait(batch.ticket, chunk), blocks)
+            else:
+                self._read(slot, Reader(batch.ticket.wait(chunk), blocks))
+        return True
+
+    def _find(self, batch: _Batch, chunk: int, part: Part) -> Slot | None:
+        key = batch.ticket.keys[chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES]
+        for tree in self._state.directory.trees():
+            slot = tree.ready(batch.space, key, part, batch.shard.index())
+            if slot is not None:
+                return slot
+        return None
+
+    def _touch(self, slot: Slot) -> None:
+        tree = self._state.directory.tree(slot.place.tier)
+        if tree is not None and slot.owner is not None:
+            tree.touch(slot.owner)
+
+    def _load(self, source: Slot, header: ChunkHeader, wait: Wait, blocks: Blocks) -> None:
+        ticket = wait.ticket
+        job = Job(
+            self._state.transfers.next_id(),
+            MoveKind.LOAD,
+            header,
+            source=source,
+            session=ticket.session,
+            blocks=blocks,
+            wait=ticket.wait(wait.chunk),
+        )
+        ticket.moves.add(job.id)
+        self._state.transfers.push(job)
+
+    def _read(self, source: Slot, reader: Reader) -> None:
+        job = self._reads.get(source)
+        if job is None:
+            number = self._state.transfers.next_id()
+            header = slot_header(source, 0)
+            session = reader.wait.ticket.session
+            job = Job(number, MoveKind.READ, header, source=source, turn=session)
+            self._reads[source] = job
+            self._state.transfers.push(job)
+        job.readers.append(reader)
+
+    def _forget(self, job: Job) -> None:
+        if job.source is not None:
+            self._reads.pop(job.source, None)
+
+    def _settle_target(self, target: Slot, status: MoveStatus) -> None:
+        """Commit the promoted copy, or give the place up; Moves that hold it still read from it."""
+        if self._state.directory.is_staging(target):
+            target.cancel()
+        elif status is MoveStatus.OK:
+            self._state.directory.host.landed(target)
+        elif target.state is SlotState.RESERVED:
+            self._state.directory.host.fail(target)
+
+    def _give_up(self, source: Slot) -> None:
+        """Bytes at rest are bad: the chunk leaves the tier, and its header is overwritten so that
+        it doesn't come back with the next start."""
+        tree = self._state.directory.tree(source.place.tier)
+        copy = source.owner
+        if tree is None or copy is None or not copy.live:
+            return
+        job = Job(
+            self._state.transfers.next_id(), MoveKind.ERASE, slot_header(source, 0), target=source
+        )
+        self._state.transfers.push(job)
+        tree.doom(copy)
+
+    def _cut_leases(self, ticket: Ticket, key: bytes = b"") -> None:
+        """The hit that this retrieve came from ends before the chunk that failed."""
+        session = self._state.engines.session(ticket.session)
+        if session is None:
+            return
+        if not key:
+            place = ticket.failed.find(1)
+            key = ticket.keys[place * KEY_BYTES : (place + 1) * KEY_BYTES]
+        self._state.leases.cut(session.engine.key, ticket.request, key)

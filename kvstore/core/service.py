@@ -1,0 +1,311 @@
+"""Service: the pure brain. ``handle(event, now) -> effects``, and nothing else happens in it.
+
+One thread drives it. Each event is handled to its end: what it settles settles tickets, what it
+commits is considered for NVMe, and the Moves that may go out now are handed out. Work whose size
+isn't bounded by the event (sweeps, expiry) goes on in steps at Ticks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvstore.core.clearing import Clearing
+from kvstore.core.engines import Session
+from kvstore.core.errors import InvariantError
+from kvstore.core.eviction import LeastRecentlyUsed, Policy
+from kvstore.core.invariants import check
+from kvstore.core.joining import Joining
+from kvstore.core.keys import KEY_BYTES
+from kvstore.core.leases import Lease
+from kvstore.core.limits import Limits
+from kvstore.core.messages import (
+    Attach,
+    Cancel,
+    Clear,
+    Detach,
+    Done,
+    Effect,
+    Event,
+    HitStatus,
+    Lookup,
+    LookupReply,
+    Message,
+    Moved,
+    MoveKind,
+    MoveStatus,
+    Refused,
+    Register,
+    Release,
+    Request,
+    Retrieve,
+    ScanDone,
+    Scanned,
+    SessionClosed,
+    SessionID,
+    SetRevision,
+    SpaceRecord,
+    Store,
+    Tick,
+)
+from kvstore.core.restoring import Restoring
+from kvstore.core.retrieving import Retrieving
+from kvstore.core.state import State
+from kvstore.core.stats import CoreStats, Drop, SpaceStats
+from kvstore.core.storing import Storing
+from kvstore.core.tickets import Ticket
+from kvstore.core.transfers import Job
+from kvstore.core.writing import Writing
+
+_TICK_S = 0.25
+_SWEEP_TICK_S = 0.002
+_EXPIRE_MAX = 1000
+
+
+class Service:
+    """The core of one daemon. Raises InvariantError on a bug, after which it must not go on."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        spaces: tuple[SpaceRecord, ...] = (),
+        policy: Callable[[], Policy] = LeastRecentlyUsed,
+    ) -> None:
+        self._state = State(limits, policy)
+        self._state.spaces.restore(spaces)
+        self._writing = Writing(self._state)
+        self._storing = Storing(self._state, self._writing)
+        self._retrieving = Retrieving(self._state)
+        self._restoring = Restoring(self._state)
+        self._joining = Joining(self._state)
+        self._clearing = Clearing(self._state, self._writing)
+        self._endings: dict[MoveKind, Callable[[Job, MoveStatus], None]] = {
+            MoveKind.STORE: self._storing.moved,
+            MoveKind.LOAD: self._retrieving.loaded,
+            MoveKind.READ: self._retrieving.read,
+            MoveKind.WRITE: self._writing.moved,
+            MoveKind.ERASE: self._retrieving.erased,
+        }
+        self._verbs: dict[type[Message], Callable[[Session, int, Any], None]] = {
+            Lookup: self._lookup,
+            Release: self._release,
+            Store: self._storing.store,
+            Retrieve: self._retrieving.retrieve,
+            Cancel: self._cancel_request,
+            SetRevision: self._joining.set_revision,
+        }
+        if self._state.directory.nvme is not None:
+            self._state.directory.nvme.linear = True
+
+    # ------------------------------------------------------------ events
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Carry out one event; the effects are to be done in order."""
+        state = self._state
+        state.now = now
+        if isinstance(event, Request):
+            self._request(event)
+        elif isinstance(event, Moved):
+            self._moved(event)
+        elif isinstance(event, SessionClosed):
+            self._closed(event.session)
+        elif isinstance(event, Tick):
+            self._tick()
+        elif isinstance(event, Scanned):
+            self._restoring.scanned(event.slots)
+        elif isinstance(event, ScanDone):
+            self._restoring.done()
+        else:
+            self._clearing.persisted(event)
+        self._settle()
+        self._dispatch()
+        effects, state.effects = state.effects, []
+        return effects
+
+    def idle(self) -> bool:
+        """Whether no Move is queued or running and nothing waits for its write: a clean stop."""
+        return not self._state.transfers.jobs() and not len(self._writing)
+
+    def next_tick_s(self, now: float) -> float:
+        """How long until a Tick is useful."""
+        sweeping = any(tree.sweeping() for tree in self._state.directory.trees())
+        return _SWEEP_TICK_S if sweeping else _TICK_S
+
+    def stats(self, now: float) -> CoreStats:
+        """A snapshot; takes time in proportion to slabs and namespaces, not chunks."""
+        state = self._state
+        spaces = state.spaces.all()
+        return CoreStats(
+            tiers=state.directory.stats(spaces),
+            engines=tuple(engine.stats() for engine in state.engines.engines()),
+            spaces=tuple(
+                SpaceStats(s.tenant, s.model, s.alias, s.namespace.hex(), s.epoch, s.chunks())
+                for s in spaces
+            ),
+            sessions=len(state.engines.sessions()),
+            leases=len(state.leases),
+            moves_in_flight=state.transfers.running(),
+            moves_queued=state.transfers.queued(),
+            write_backlog=len(self._writing),
+            lookups=state.lookups,
+            lookup_tokens=state.lookup_tokens,
+            hit_tokens=state.hit_tokens,
+            stored_chunks=state.chunks_done["store"],
+            retrieved_chunks=state.chunks_done["retrieve"],
+            store=state.latency["store"].summary(),
+            retrieve=state.latency["retrieve"].summary(),
+            drops=dict(state.drops),
+        )
+
+    def check_invariants(self) -> None:
+        """Raise InvariantError unless everything fits together; takes time in proportion to
+        chunks."""
+        check(self._state)
+
+    # ------------------------------------------------------------ requests
+
+    def _request(self, event: Request) -> None:
+        message: Message = event.message
+        state = self._state
+        if isinstance(message, Clear):
+            self._clearing.clear(event, message)
+            return
+        if isinstance(message, Register | Attach):
+            self._joining.join(event.session, event.id, message)
+            return
+        session = state.engines.session(event.session)
+        if session is None or session.closing:
+            if session is None:
+                text = "register or attach first"
+                state.reply(event.session, event.id, Refused(text))
+            return
+        self._verbs[type(message)](session, event.id, message)
+
+    def _release(self, session: Session, number: int, message: Release) -> None:
+        self._state.leases.release(session.engine.key, message.request)
+        self._state.reply(session.id, number, Done())
+
+    def _cancel_request(self, session: Session, number: int, message: Cancel) -> None:
+        self._state.reply(session.id, number, Done())
+        ticket = session.tickets.get(message.transfer)
+        if ticket is not None:
+            self._cancel(ticket, Drop.CANCELLED)
+
+    def _lookup(self, session: Session, number: int, message: Lookup) -> None:
+        state, engine = self._state, session.engine
+        space, asked = engine.space, len(message.keys) // KEY_BYTES
+        chunks = 0
+        if space is not None and asked:
+            lease = state.leases.renew(engine.key, message.request, message.keys, state.now)
+            if lease is None:
+                chunks, pins = state.directory.hit(space, message.keys, engine.window_chunks)
+                deadline_s = state.now + state.limits.lease_s
+                lease = Lease(message.keys, chunks, pins, deadline_s)
+                state.leases.take(engine.key, message.request, lease)
+                state.lookups += 1
+                state.lookup_tokens += asked * engine.tokens_per_chunk
+                state.hit_tokens += chunks * engine.tokens_per_chunk
+            chunks = lease.chunks
+        status = HitStatus.HIT if chunks else HitStatus.MISS
+        state.reply(session.id, number, LookupReply(status, chunks))
+
+    def _cancel(self, ticket: Ticket, reason: Drop) -> None:
+        """Stop a transfer: queued Moves end now, running ones when they do."""
+        state = self._state
+        ticket.cancelled = True
+        self._storing.cancel(ticket, reason)
+        self._retrieving.cancel(ticket)
+        for move in list(ticket.moves):
+            job = state.transfers.queued_job(move)
+            if job is not None:
+                state.transfers.drop(job)
+                state.end_wait(job, ok=False)
+                state.let_go(job)
+        state.finish_if_ended(ticket)
+
+    # ------------------------------------------------------------ other events
+
+    def _moved(self, event: Moved) -> None:
+        state = self._state
+        job = state.transfers.finish(event.move)
+        self._endings[job.kind](job, event.status)
+        if job.session is not None:
+            session = state.engines.session(job.session)
+            if session is None:
+                raise InvariantError(f"Move {job.id} outlived its session {job.session}")
+            session.moves -= 1
+        if job.wait is not None:
+            state.finish_if_ended(job.wait.ticket)
+        for reader in job.readers:
+            state.finish_if_ended(reader.wait.ticket)
+        self._settle()
+        if job.session is not None and session is not None:
+            state.detach_if_idle(session)
+
+    def _closed(self, number: SessionID) -> None:
+        state = self._state
+        session = state.engines.session(number)
+        if session is None:
+            state.effects.append(Detach(number))
+            return
+        if session.closing:
+            raise InvariantError(f"session {number} closed twice")
+        session.closing = True
+        engine = session.engine
+        if session.shard is not None:
+            before = engine.state()
+            engine.space = None
+            state.leases.end_engine(engine.key)
+            self._joining.tell(engine, before, but=number)
+        elif not [s for s in engine.sessions() if not s.closing]:
+            state.leases.end_engine(engine.key)
+        for ticket in list(session.tickets.values()):
+            self._cancel(ticket, Drop.SESSION_LOST)
+        self._settle()
+        state.detach_if_idle(session)
+
+    def _tick(self) -> None:
+        state = self._state
+        state.leases.expire(state.now, _EXPIRE_MAX)
+        self._writing.tick()
+        for tree in state.directory.trees():
+            tree.sweep(state.limits.sweep_entries)
+        self._clearing.tick()
+
+    # ------------------------------------------------------------ after each event
+
+    def _settle(self) -> None:
+        """Tell tickets what committed or failed, and consider what committed for NVMe."""
+        state = self._state
+        again = True
+        while again:
+            again = False
+            for tree in state.directory.trees():
+                settled, tree.settled = tree.settled, []
+                committed, tree.committed = tree.committed, []
+                again = again or bool(settled or committed)
+                for wait, ok in settled:
+                    wait.ticket.settle(wait.chunk, ok)
+                for wait, _ in settled:
+                    state.finish_if_ended(wait.ticket)
+                    self._detach_after(wait.ticket)
+                if tree is state.directory.host:
+                    for slot in committed:
+                        self._writing.consider(slot)
+
+    def _detach_after(self, ticket: Ticket) -> None:
+        session = self._state.engines.session(ticket.session)
+        if session is not None:
+            self._state.detach_if_idle(session)
+
+    def _dispatch(self) -> None:
+        state = self._state
+        moves = state.transfers.dispatch(self._retrieving.land, self._writing.next_write)
+        for move in moves:
+            if move.session is not None:
+                session = state.engines.session(move.session)
+                if session is None:
+                    raise InvariantError(f"Move {move.id} names a session that is gone")
+                session.moves += 1
+        state.effects += moves
+        self._settle()

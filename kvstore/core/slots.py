@@ -1,0 +1,177 @@
+"""Slot: a fixed-size place in a tier, and its life cycle.
+
+=========  =======================  =========  ==========================================
+state      verb                     state      condition
+=========  =======================  =========  ==========================================
+FREE       reserve                  RESERVED
+RESERVED   commit                   READY      its bytes have landed
+RESERVED   cancel                   CANCELLED
+CANCELLED  free                     FREE       no Move holds it: its last Moved has come
+READY      evict                    FREE       no Move holds it
+READY      doom                     DOOMED
+DOOMED     free                     FREE       no Move holds it
+=========  =======================  =========  ==========================================
+
+A Move holds each slot that it names, by its ID, from when it is made until its Moved; so only a
+Moved frees a slot that a Move names. The generation rises on each return to FREE, and a Handle
+from before raises StaleLeaseError. Readers see READY only (and the Move that landed the bytes
+itself hands them on to those who waited for it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from kvstore.core.errors import InvariantError, StaleLeaseError
+from kvstore.core.layout import Part
+from kvstore.core.messages import MoveID, Place
+
+if TYPE_CHECKING:
+    from kvstore.core.tickets import Wait
+    from kvstore.core.tree_nodes import Copy
+
+
+class SlotState(Enum):
+    """Where a slot is in its life; see the module's table."""
+
+    FREE = "free"
+    RESERVED = "reserved"
+    READY = "ready"
+    CANCELLED = "cancelled"
+    DOOMED = "doomed"
+
+
+TRANSITIONS: dict[tuple[SlotState, str], SlotState] = {
+    (SlotState.FREE, "reserve"): SlotState.RESERVED,
+    (SlotState.RESERVED, "commit"): SlotState.READY,
+    (SlotState.RESERVED, "cancel"): SlotState.CANCELLED,
+    (SlotState.CANCELLED, "free"): SlotState.FREE,
+    (SlotState.READY, "evict"): SlotState.FREE,
+    (SlotState.READY, "doom"): SlotState.DOOMED,
+    (SlotState.DOOMED, "free"): SlotState.FREE,
+}
+
+
+class Slot:
+    """One slot. ``owner`` is the copy whose shard and part it keeps, None in FREE and in staging.
+
+    ``landed``: a RESERVED slot's bytes are whole, and it waits for its parent to commit. ``waits``
+    are the tickets to tell when it commits or is cancelled.
+    """
+
+    __slots__ = (
+        "generation",
+        "holders",
+        "landed",
+        "owner",
+        "part",
+        "payload_bytes",
+        "place",
+        "shard",
+        "state",
+        "waits",
+        "write_queued",
+    )
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.state = SlotState.FREE
+        self.generation = 0
+        self.holders: set[MoveID] = set()
+        self.owner: Copy | None = None
+        self.shard = 0
+        self.part = Part.FULL
+        self.payload_bytes = 0
+        self.landed = False
+        self.write_queued = False
+        self.waits: list[Wait] = []
+
+    def __repr__(self) -> str:
+        at = self.place
+        return f"Slot({at.tier.value} {at.slab}.{at.index} {self.state.value} g{self.generation})"
+
+    def reserve(self, owner: Copy | None, shard: int, part: Part, payload_bytes: int) -> None:
+        """FREE -> RESERVED, for ``payload_bytes`` bytes of ``owner``'s shard and part."""
+        self._go("reserve")
+        self.owner, self.shard, self.part = owner, shard, part
+        self.payload_bytes = payload_bytes
+
+    def commit(self) -> None:
+        """RESERVED -> READY; the bytes must have landed."""
+        if not self.landed:
+            raise InvariantError(f"{self!r}: commit before its bytes have landed")
+        self._go("commit")
+
+    def cancel(self) -> None:
+        """RESERVED -> CANCELLED."""
+        self._go("cancel")
+
+    def evict(self) -> None:
+        """READY -> FREE; no Move may hold it."""
+        if self.holders:
+            raise InvariantError(f"{self!r}: evict while Moves {sorted(self.holders)} hold it")
+        self._go("evict")
+        self._clean()
+
+    def doom(self) -> None:
+        """READY -> DOOMED."""
+        self._go("doom")
+
+    def hold(self, move: MoveID) -> None:
+        """A Move names the slot: it stays until ``let_go``."""
+        if self.state is SlotState.FREE or move in self.holders:
+            raise InvariantError(f"{self!r}: can't be held by Move {move}")
+        self.holders.add(move)
+
+    def let_go(self, move: MoveID) -> None:
+        """The Move has ended."""
+        if move not in self.holders:
+            raise InvariantError(f"{self!r}: Move {move} doesn't hold it")
+        self.holders.remove(move)
+
+    def free_if_dead(self) -> bool:
+        """CANCELLED or DOOMED -> FREE once no Move holds it; tells whether that happened."""
+        if self.holders or self.state not in (SlotState.CANCELLED, SlotState.DOOMED):
+            return False
+        self._go("free")
+        self._clean()
+        return True
+
+    def _go(self, verb: str) -> None:
+        after = TRANSITIONS.get((self.state, verb))
+        if after is None:
+            raise InvariantError(f"{self!r}: {verb} is not possible in this state")
+        self.state = after
+
+    def _clean(self) -> None:
+        self.generation += 1
+        self.owner = None
+        self.landed = False
+        self.write_queued = False
+        self.waits = []
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A slot as it was when the handle was made; ``get`` raises StaleLeaseError once it was
+    freed."""
+
+    slot: Slot
+    generation: int
+
+    @staticmethod
+    def of(slot: Slot) -> Handle:
+        """A handle to the slot's present use."""
+        return Handle(slot, slot.generation)
+
+    def get(self) -> Slot:
+        """The slot, if it hasn't been freed since."""
+        if self.is_stale():
+            raise StaleLeaseError(f"{self.slot!r} was freed since generation {self.generation}")
+        return self.slot
+
+    def is_stale(self) -> bool:
+        """Whether the slot has been freed since."""
+        return self.slot.generation != self.generation

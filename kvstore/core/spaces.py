@@ -1,0 +1,132 @@
+"""Space: one namespace of one tenant, its epoch and its index in each tier; Spaces: all of them.
+
+A clear doesn't walk chunks: it replaces the Space by a new one of a higher epoch and drops the old
+one's indices, which the trees sweep in steps. Whatever still refers to the old Space sees that it
+is not ``alive``. The reply waits until the new epochs are durable, and nothing of a namespace is
+written to a durable tier before its record is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstore.core.errors import CapacityError
+from kvstore.core.messages import Persist, SpaceRecord, TierName
+from kvstore.core.tree_nodes import Index
+
+SPACES_MAX = 65_536
+TENANT_BYTES_MAX = 128
+
+
+class Space:
+    """A namespace of a tenant in its current epoch. ``shards`` is 0 until something tells it."""
+
+    __slots__ = (
+        "alias",
+        "alive",
+        "dtype",
+        "epoch",
+        "index",
+        "model",
+        "namespace",
+        "persisted",
+        "shards",
+        "tenant",
+        "tokens",
+    )
+
+    def __init__(self, record: SpaceRecord, shards: int, persisted: bool) -> None:
+        self.tenant = record.tenant
+        self.namespace = record.namespace
+        self.model = record.model
+        self.alias = record.alias
+        self.epoch = record.epoch
+        self.shards = shards
+        self.dtype = ""
+        self.tokens = 0
+        self.persisted = persisted
+        self.alive = True
+        self.index: dict[TierName, Index] = {tier: Index() for tier in TierName}
+
+    def record(self) -> SpaceRecord:
+        """As the manifest keeps it."""
+        return SpaceRecord(self.tenant, self.namespace, self.model, self.alias, self.epoch)
+
+    def matches(self, tenant: str | None, model: str | None) -> bool:
+        """Whether a clear of this tenant and model (None: any) means it."""
+        return (tenant is None or tenant == self.tenant) and (
+            model is None or model in (self.model, self.alias)
+        )
+
+    def chunks(self) -> int:
+        """Chunks in the tier that has most of them."""
+        return max(len(index) for index in self.index.values())
+
+
+@dataclass(slots=True)
+class Spaces:
+    """All spaces by (tenant, namespace digest), and the numbered Persist effects that are under
+    way."""
+
+    _spaces: dict[tuple[str, bytes], Space] = field(default_factory=dict)
+    _number: int = 0
+    _durable: int = 0
+
+    def restore(self, records: tuple[SpaceRecord, ...]) -> None:
+        """Take over what the manifest kept."""
+        for record in records:
+            self._spaces[record.tenant, record.namespace] = Space(record, shards=0, persisted=True)
+
+    def find(self, tenant: str, namespace: bytes) -> Space | None:
+        """The current space, if there is one."""
+        return self._spaces.get((tenant, namespace))
+
+    def enter(self, record: SpaceRecord, shards: int) -> tuple[Space, Persist | None]:
+        """The space of a ready engine, made where it is new; then its record is to be persisted.
+
+        Raises CapacityError beyond SPACES_MAX.
+        """
+        space = self.find(record.tenant, record.namespace)
+        if space is not None:
+            space.shards = shards
+            changed = (space.model, space.alias) != (record.model, record.alias)
+            space.model, space.alias = record.model, record.alias
+            return space, self.persist() if changed else None
+        if len(self._spaces) >= SPACES_MAX:
+            raise CapacityError(
+                f"namespaces: {SPACES_MAX} are known, which is the limit; clear some"
+            )
+        space = Space(record, shards, persisted=False)
+        self._spaces[record.tenant, record.namespace] = space
+        return space, self.persist()
+
+    def raise_epoch(self, space: Space) -> Space:
+        """Replace a space by an empty one of the next epoch; the old one is dead at once."""
+        space.alive = False
+        record = space.record()
+        after = Space(
+            SpaceRecord(
+                record.tenant, record.namespace, record.model, record.alias, record.epoch + 1
+            ),
+            space.shards,
+            persisted=False,
+        )
+        after.dtype, after.tokens = space.dtype, space.tokens
+        self._spaces[after.tenant, after.namespace] = after
+        return after
+
+    def persist(self) -> Persist:
+        """The effect that makes all records durable."""
+        self._number += 1
+        return Persist(self._number, tuple(space.record() for space in self._spaces.values()))
+
+    def persisted(self, number: int) -> None:
+        """A Persist is durable; with it are all before it, as each replaces the whole."""
+        self._durable = max(self._durable, number)
+        if self._durable == self._number:
+            for space in self._spaces.values():
+                space.persisted = True
+
+    def all(self) -> list[Space]:
+        """All current spaces."""
+        return list(self._spaces.values())

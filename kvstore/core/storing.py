@@ -1,0 +1,174 @@
+"""Store: engine blocks -> host slots. What is there already costs nothing; what is on its way is
+waited for; a place that can't be had ends the batch there, and the leading part is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.core.blocks import ChunkBlocks, check_blocks
+from kvstore.core.chunk import Chain
+from kvstore.core.engines import Session
+from kvstore.core.errors import InvariantError
+from kvstore.core.keys import KEY_BYTES
+from kvstore.core.layout import Layout, Part, Shard
+from kvstore.core.messages import ChunkHeader, MoveKind, MoveStatus, Refused, Store
+from kvstore.core.slots import Handle, Slot, SlotState
+from kvstore.core.state import State
+from kvstore.core.stats import Drop
+from kvstore.core.tickets import Ticket
+from kvstore.core.transfers import Job
+from kvstore.core.writing import Writing
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """One store's facts."""
+
+    ticket: Ticket
+    chain: Chain
+    blocks: ChunkBlocks
+    layout: Layout
+    shard: Shard
+
+
+class Storing:
+    """The verb *store*, and the end of a STORE Move."""
+
+    def __init__(self, state: State, writing: Writing) -> None:
+        self._state = state
+        self._writing = writing
+
+    def store(self, session: Session, number: int, message: Store) -> None:
+        """Begin a store; it completes when each chunk is committed, dropped or refused."""
+        state = self._state
+        layout, shard = session.layout, session.shard
+        if layout is None or shard is None:
+            state.reply(session.id, number, Refused("store: this session registered no memory"))
+            return
+        chunks = len(message.keys) // KEY_BYTES
+        blocks = check_blocks(layout, chunks, message.blocks)
+        if isinstance(blocks, str):
+            state.reply(session.id, number, Refused(f"store: {blocks}"))
+            return
+        ticket = Ticket(session.id, number, "store", message.request)
+        ticket.begin(message.keys, chunks, state.now)
+        ticket.nbytes = chunks * sum(layout.part_bytes(part) for part in Part)
+        session.tickets[number] = ticket
+        refusal = self._refusal(session, ticket)
+        session.store_bytes += ticket.nbytes
+        space = session.engine.space
+        if refusal or space is None:
+            for chunk in range(chunks):
+                ticket.fail(chunk, refusal)
+        else:
+            chain = Chain(space, message.keys, message.first, message.parent)
+            self._store_batch(_Batch(ticket, chain, blocks, layout, shard))
+        state.finish_if_ended(ticket)
+
+    def cancel(self, ticket: Ticket, reason: Drop) -> None:
+        """No slot of the ticket commits any more, and it waits for no other session's. Its running
+        Moves are waited for all the same; what has committed stays."""
+        state = self._state
+        for handle in ticket.own_slots:
+            slot = handle.slot
+            if not handle.is_stale() and slot.state is SlotState.RESERVED:
+                state.drop(reason)
+                state.directory.host.fail(slot)
+        for handle in ticket.joined:
+            if not handle.is_stale():
+                waits = handle.slot.waits
+                handle.slot.waits = [wait for wait in waits if wait.ticket is not ticket]
+                for wait in waits:
+                    if wait.ticket is ticket:
+                        ticket.settle(wait.chunk, ok=False)
+
+    def moved(self, job: Job, status: MoveStatus) -> None:
+        """A STORE Move has ended."""
+        state, slot = self._state, job.target
+        if slot is None:
+            raise InvariantError(f"STORE {job.id} has no target")
+        if status is MoveStatus.OK:
+            state.directory.host.landed(slot)
+        elif slot.state is SlotState.RESERVED:
+            state.drop(Drop.STORE_FAILED)
+            state.directory.host.fail(slot)
+        state.end_wait(job, status is MoveStatus.OK)
+        state.let_go(job)
+
+    def _refusal(self, session: Session, ticket: Ticket) -> str:
+        """Why the whole store is refused at once; empty if it isn't."""
+        chunks = len(ticket.failed)
+        if session.engine.space is None:
+            self._state.drop(Drop.ENGINE_NOT_READY, chunks)
+            return "the engine isn't ready: not every rank is registered"
+        limit = self._state.limits.session_bytes_max
+        if session.store_bytes and session.store_bytes + ticket.nbytes > limit:
+            self._state.drop(Drop.SESSION_LIMIT, chunks)
+            return (
+                f"{session.store_bytes} bytes of stores are in flight, {ticket.nbytes} more "
+                f"would pass the session's limit of {limit}"
+            )
+        return ""
+
+    def _store_batch(self, batch: _Batch) -> None:
+        refused: Drop | None = None
+        for chunk in range(len(batch.chain)):
+            if refused is None:
+                refused = self._store_chunk(batch, chunk)
+            if refused is not None:
+                batch.ticket.fail(chunk, f"not kept: {refused.value}")
+                self._state.drop(refused)
+
+    def _store_chunk(self, batch: _Batch, chunk: int) -> Drop | None:
+        """Keep one chunk; tells why it can't be, if so."""
+        if batch.blocks.any_null(Part.FULL, chunk):
+            return Drop.NULL_BLOCK
+        outcome = self._store_part(batch, chunk, Part.FULL)
+        windows = batch.layout.part_groups(Part.WINDOW)
+        if outcome is None and windows and not batch.blocks.any_null(Part.WINDOW, chunk):
+            outcome = self._store_part(batch, chunk, Part.WINDOW)
+        return outcome
+
+    def _store_part(self, batch: _Batch, chunk: int, part: Part) -> Drop | None:
+        host, ticket = self._state.directory.host, batch.ticket
+        header = batch.chain.chunk(chunk).header(part, batch.layout, batch.shard)
+        slot = host.current(batch.chain.space, header)
+        if slot is None:
+            return self._reserve(batch, chunk, header)
+        if slot.state is SlotState.RESERVED:
+            slot.waits.append(ticket.wait(chunk))
+            ticket.joined.append(Handle.of(slot))
+        else:
+            self._again(slot)
+        return None
+
+    def _reserve(self, batch: _Batch, chunk: int, header: ChunkHeader) -> Drop | None:
+        """Take a slot and queue the Move that fills it."""
+        state, ticket = self._state, batch.ticket
+        slot = state.directory.host.reserve(batch.chain.space, header)
+        if isinstance(slot, Drop):
+            return slot
+        if slot.owner is not None and header.part is Part.FULL:
+            slot.owner.stores += 1
+        slot.waits.append(ticket.wait(chunk))
+        ticket.own_slots.append(Handle.of(slot))
+        job = Job(
+            state.transfers.next_id(),
+            MoveKind.STORE,
+            header,
+            target=slot,
+            session=ticket.session,
+            blocks=batch.blocks.of(header.part, chunk),
+            wait=ticket.wait(chunk),
+        )
+        ticket.moves.add(job.id)
+        state.transfers.push(job)
+        return None
+
+    def _again(self, slot: Slot) -> None:
+        """A chunk that is there is stored again: a use, and a reason to write it to NVMe."""
+        copy = slot.owner
+        if copy is not None and slot.part is Part.FULL:
+            self._state.directory.host.touch(copy)
+            copy.stores += 1
+        self._writing.consider(slot)

@@ -1,0 +1,89 @@
+"""Ticket: a store or retrieve that a session has asked for, until its Completed.
+
+A chunk of a ticket has *waits*: Moves of its own that must end, and slots (its own or another
+session's) that must commit. The ticket ends when no wait is left, so its blocks come back only when
+no Move touches them, and a store's acknowledgement never precedes the commit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvstore.core.messages import Completed, MoveID, SessionID
+from kvstore.core.slots import Handle
+
+
+class Ticket:
+    """One store or retrieve. ``failed`` and ``waits`` are per chunk; ``moves`` are its live
+    Moves."""
+
+    __slots__ = (
+        "cancelled",
+        "failed",
+        "id",
+        "joined",
+        "keys",
+        "kind",
+        "moves",
+        "nbytes",
+        "open_waits",
+        "own_slots",
+        "reason",
+        "request",
+        "session",
+        "started_s",
+    )
+
+    def __init__(self, session: SessionID, number: int, kind: str, request: str) -> None:
+        self.session = session
+        self.id = number
+        self.kind = kind
+        self.request = request
+        self.keys = b""
+        self.failed = bytearray()
+        self.open_waits = 0
+        self.moves: set[MoveID] = set()
+        self.own_slots: list[Handle] = []
+        self.joined: list[Handle] = []
+        self.cancelled = False
+        self.reason = ""
+        self.nbytes = 0
+        self.started_s = 0.0
+
+    def begin(self, keys: bytes, chunks: int, now: float) -> None:
+        """Start with no chunk failed and nothing to wait for."""
+        self.keys = keys
+        self.failed = bytearray(chunks)
+        self.started_s = now
+
+    def wait(self, chunk: int) -> Wait:
+        """One more thing to wait for."""
+        self.open_waits += 1
+        return Wait(self, chunk)
+
+    def settle(self, chunk: int, ok: bool) -> None:
+        """A wait has ended."""
+        self.open_waits -= 1
+        if not ok:
+            self.failed[chunk] = 1
+
+    def fail(self, chunk: int, reason: str = "") -> None:
+        """A chunk can't be done."""
+        self.failed[chunk] = 1
+        self.reason = self.reason or reason
+
+    def ended(self) -> bool:
+        """Whether nothing is left to wait for."""
+        return self.open_waits == 0
+
+    def completed(self) -> Completed:
+        """The reply."""
+        done = bytes(0 if failed else 1 for failed in self.failed)
+        return Completed(done, self.cancelled, self.reason)
+
+
+class Wait(NamedTuple):
+    """A ticket's interest in one chunk's slot."""
+
+    ticket: Ticket
+    chunk: int

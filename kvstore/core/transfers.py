@@ -1,0 +1,215 @@
+"""Transfers: which Move goes out next.
+
+Moves wait in the core, where priorities hold, and few are in the hands at a time. There are three
+lanes of bounded depth: copies (LOAD before STORE), reads, and writes (WRITE and ERASE), and no new
+write goes out while a retrieve is queued or running. Within a kind, sessions take turns by bytes:
+the next job is that of the session that was served least.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvstore.core.errors import InvariantError
+from kvstore.core.messages import ChunkHeader, Move, MoveID, MoveKind, SessionID
+from kvstore.core.slots import Slot
+from kvstore.core.tickets import Wait
+
+Blocks = tuple[tuple[int, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Who waits for a READ: the ticket's chunk, and the blocks that it is for."""
+
+    wait: Wait
+    blocks: Blocks
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A Move from when it is decided until its Moved; it holds the slots that it names.
+
+    ``session`` owns the engine memory, if any; ``turn`` is whose turn it takes otherwise. ``wait``:
+    the ticket whose Move it is (STORE, LOAD). ``readers``: who gets the bytes (READ).
+    """
+
+    id: MoveID
+    kind: MoveKind
+    header: ChunkHeader
+    source: Slot | None = None
+    target: Slot | None = None
+    session: SessionID | None = None
+    turn: SessionID | None = None
+    blocks: Blocks = ()
+    wait: Wait | None = None
+    readers: list[Reader] = field(default_factory=list)
+    dead: bool = False
+
+    def move(self) -> Move:
+        """The effect."""
+        source = None if self.source is None else self.source.place
+        target = None if self.target is None else self.target.place
+        return Move(self.id, self.kind, self.header, source, target, self.session, self.blocks)
+
+
+class FairQueue:
+    """Jobs of one kind, sessions in turn by bytes; a dead job is passed over."""
+
+    def __init__(self) -> None:
+        self._queues: dict[SessionID | None, deque[Job]] = {}
+        self._served: dict[SessionID | None, int] = {}
+        self._floor = 0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def push(self, job: Job) -> None:
+        """Append a job to its session's queue."""
+        turn = job.session or job.turn
+        queue = self._queues.get(turn)
+        if queue is None:
+            queue = self._queues[turn] = deque()
+            self._served[turn] = self._floor
+        queue.append(job)
+        self._count += 1
+
+    def head(self) -> Job | None:
+        """The job to go next; it stays."""
+        while self._queues:
+            session = min(self._served, key=self._served.__getitem__)
+            queue = self._queues[session]
+            while queue and queue[0].dead:
+                queue.popleft()
+            if queue:
+                return queue[0]
+            del self._queues[session], self._served[session]
+        return None
+
+    def pop(self) -> Job | None:
+        """Take the job to go next."""
+        job = self.head()
+        if job is None:
+            return None
+        turn = job.session or job.turn
+        self._floor = self._served[turn]
+        self._served[turn] += job.header.payload_bytes
+        self._queues[turn].popleft()
+        self._count -= 1
+        return job
+
+    def drop(self, job: Job) -> None:
+        """Take out a job that is queued."""
+        job.dead = True
+        self._count -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class Depths:
+    """How many Moves of each lane are in the hands at a time."""
+
+    copies: int
+    reads: int
+    writes: int
+
+
+class Transfers:
+    """Queued and running jobs. ``finish`` is the only end of a running one."""
+
+    def __init__(self, depths: Depths) -> None:
+        self._depths = depths
+        self._queues = {kind: FairQueue() for kind in MoveKind}
+        self._queued: dict[MoveID, Job] = {}
+        self._running: dict[MoveID, Job] = {}
+        self._running_kinds = dict.fromkeys(MoveKind, 0)
+        self._last = 0
+
+    def next_id(self) -> MoveID:
+        """A number for a new Move."""
+        self._last += 1
+        return MoveID(self._last)
+
+    def push(self, job: Job) -> None:
+        """Queue a job, which holds its slots from now on."""
+        for slot in (job.source, job.target):
+            if slot is not None:
+                slot.hold(job.id)
+        self._queued[job.id] = job
+        self._queues[job.kind].push(job)
+
+    def drop(self, job: Job) -> None:
+        """Take out a job that was never handed out; the caller lets its slots go."""
+        if self._queued.pop(job.id, None) is None:
+            raise InvariantError(f"Move {job.id} can't be dropped: it isn't queued")
+        self._queues[job.kind].drop(job)
+
+    def queued_job(self, move: MoveID) -> Job | None:
+        """A job that waits."""
+        return self._queued.get(move)
+
+    def is_running(self, move: MoveID) -> bool:
+        """Whether the hands have it."""
+        return move in self._running
+
+    def finish(self, move: MoveID) -> Job:
+        """A running Move has ended; the caller lets its slots go."""
+        job = self._running.pop(move, None)
+        if job is None:
+            raise InvariantError(f"Move {move} ended, but isn't running")
+        self._running_kinds[job.kind] -= 1
+        return job
+
+    def dispatch(
+        self, land: Callable[[Job], bool], next_write: Callable[[], Job | None]
+    ) -> list[Move]:
+        """The Moves to hand out now. ``land`` finds a READ's target or says that none is free;
+        ``next_write`` makes the next WRITE, its slots held."""
+        out: list[Move] = []
+        while self._run(MoveKind.LOAD, MoveKind.STORE) < self._depths.copies:
+            job = self._queues[MoveKind.LOAD].pop() or self._queues[MoveKind.STORE].pop()
+            if job is None:
+                break
+            out.append(self._start(job))
+        reads = self._queues[MoveKind.READ]
+        while self._run(MoveKind.READ) < self._depths.reads:
+            job = reads.head()
+            if job is None or not land(job):
+                break
+            reads.pop()
+            out.append(self._start(job))
+        while self._run(MoveKind.WRITE, MoveKind.ERASE) < self._depths.writes:
+            job = self._queues[MoveKind.ERASE].pop()
+            if job is None and not self._retrieving():
+                job = next_write()
+            if job is None:
+                break
+            out.append(self._start(job))
+        return out
+
+    def running(self) -> int:
+        """Moves in the hands."""
+        return len(self._running)
+
+    def queued(self) -> int:
+        """Jobs that wait."""
+        return len(self._queued)
+
+    def jobs(self) -> list[Job]:
+        """All jobs, waiting and running."""
+        return [*self._queued.values(), *self._running.values()]
+
+    def _run(self, *kinds: MoveKind) -> int:
+        return sum(self._running_kinds[kind] for kind in kinds)
+
+    def _retrieving(self) -> bool:
+        kinds = (MoveKind.LOAD, MoveKind.READ)
+        return any(self._running_kinds[kind] or len(self._queues[kind]) for kind in kinds)
+
+    def _start(self, job: Job) -> Move:
+        self._queued.pop(job.id, None)
+        self._running[job.id] = job
+        self._running_kinds[job.kind] += 1
+        return job.move()

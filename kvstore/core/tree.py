@@ -1,0 +1,395 @@
+"""Tree: one local tier's prefix tree, and the verbs that change what is in it.
+
+Two rules make a lookup one bisection:
+
+* *Commit in order*: a shard's slot becomes READY only when the parent's slot of that shard is; a
+  slot whose bytes landed earlier waits (``landed``). So READY slots of each shard are
+  prefix-closed, hence so are the visible copies.
+* *Leave from the leaves*: only leaves are evicted. What must go from the middle (corrupt bytes, a
+  slab taken for another size) is doomed: the copy leaves at once, its subtree is hidden and swept
+  in bounded steps. While anything is hidden, lookups walk from the head and check each link.
+
+Whoever waits for a slot is told through ``settled``, and new READY slots appear in ``committed``;
+the service drains both after each event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstore.core.candidates import Candidates
+from kvstore.core.errors import InvariantError
+from kvstore.core.eviction import Policy
+from kvstore.core.keys import KEY_BYTES
+from kvstore.core.layout import Part
+from kvstore.core.limits import TierLimits
+from kvstore.core.messages import ChunkHeader, MoveID, TierName
+from kvstore.core.slabs import Slab, SlabSpace
+from kvstore.core.slots import Slot, SlotState
+from kvstore.core.spaces import Space
+from kvstore.core.stats import Drop
+from kvstore.core.tickets import Wait
+from kvstore.core.tree_nodes import Copy, Index, lands, may_commit
+
+ALIGN_BYTES = 4096
+HEADER_BYTES = 4096
+"""A slot at rest begins with its header; host slots have none."""
+
+
+class Tree:
+    """The copies of one tier. Mutated by the core's thread only."""
+
+    def __init__(self, tier: TierName, limits: TierLimits, policy: Callable[[], Policy]) -> None:
+        self.tier = tier
+        self.slabs = SlabSpace(tier, limits)
+        self.settled: list[tuple[Wait, bool]] = []
+        self.committed: list[Slot] = []
+        self.evictions = 0
+        self.linear = False
+        """Set while a scan restores the tree: links may be missing, so lookups walk."""
+        self._candidates = Candidates(policy)
+        self._hidden: list[Copy] = []
+        self._garbage: list[Index] = []
+        self._uses = 0
+
+    # ------------------------------------------------------------ reading
+
+    def find(self, space: Space, key: bytes) -> Copy | None:
+        """The copy of a key, visible or not; None where it isn't in the index."""
+        return space.index[self.tier].get(key)
+
+    def visible_run(self, space: Space, keys: bytes) -> int:
+        """How many leading keys of a chain that starts at a root are visible."""
+        count = len(keys) // KEY_BYTES
+        index = space.index[self.tier]
+        if self.linear or self._hidden:
+            return self._walk(index, keys, count)
+        low = 0
+        while low < count:
+            middle = (low + count) // 2
+            copy = index.get(keys[middle * KEY_BYTES : (middle + 1) * KEY_BYTES])
+            if copy is not None and copy.visible():
+                low = middle + 1
+            else:
+                count = middle
+        return low
+
+    def current(self, space: Space, header: ChunkHeader) -> Slot | None:
+        """The RESERVED or READY slot of one part of one chunk shard."""
+        copy = self._attached(space, header)
+        return None if copy is None else copy.slot(header.part, header.shard)
+
+    def ready(self, space: Space, key: bytes, part: Part, shard: int) -> Slot | None:
+        """The READY slot of one part of one chunk shard."""
+        copy = self.find(space, key)
+        slot = None if copy is None else copy.slot(part, shard)
+        return slot if slot is not None and slot.state is SlotState.READY else None
+
+    def slot_bytes(self, payload_bytes: int) -> int:
+        """Size of the slot that keeps this many bytes of payload."""
+        header = 0 if self.tier is TierName.HOST else HEADER_BYTES
+        return header + -(-payload_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+    def touch(self, copy: Copy) -> None:
+        """Note a use of the copy."""
+        self._uses += 1
+        copy.last_use = self._uses
+        for slot in copy.slots():
+            self.slabs.touch(slot, self._uses)
+
+    def start_uses_at(self, use: int) -> None:
+        """Uses from now on are later than ``use`` (the newest write that a scan found)."""
+        self._uses = max(self._uses, use)
+
+    # ------------------------------------------------------------ filling
+
+    def reserve(self, space: Space, header: ChunkHeader) -> Slot | Drop:
+        """A RESERVED slot for one part of one chunk shard, which must have none yet.
+
+        The FULL part needs the parent's slot of that shard (RESERVED or READY); the WINDOW part
+        needs the chunk's own FULL slot. May evict. A refusal leaves everything as it was, apart
+        from what eviction or reclaiming freed on the way.
+        """
+        copy = self._attached(space, header)
+        fresh = copy is None
+        if copy is None:
+            parent = None if header.depth == 0 else self.find(space, header.parent)
+            if (header.depth > 0 and parent is None) or header.part is Part.WINDOW:
+                return Drop.PARENT_MISSING
+            copy = Copy(space, header.key, header.depth, parent)
+            copy.link()
+        if not self._may_hold(copy, header):
+            slot = None
+            reason = Drop.PARENT_MISSING
+        else:
+            slot = self._allocate(self.slot_bytes(header.payload_bytes), copy)
+            reason = Drop.HOST_FULL if self.tier is TierName.HOST else Drop.NVME_FULL
+            if slot is not None and not self._may_hold(copy, header):
+                self.slabs.give_back(slot)
+                slot, reason = None, Drop.PARENT_MISSING
+        if slot is None:
+            if fresh:
+                self._orphan(copy)
+            return reason
+        slot.reserve(copy, header.shard, header.part, header.payload_bytes)
+        copy.parts[header.part][header.shard] = slot
+        if fresh:
+            self.touch(copy)
+            space.index[self.tier].put(copy)
+        return slot
+
+    def landed(self, slot: Slot) -> None:
+        """A RESERVED slot's bytes are whole: commit it, and what waited for it, as far as the order
+        allows. A slot whose namespace was cleared meanwhile is cancelled instead."""
+        copy = slot.owner
+        if slot.state is not SlotState.RESERVED or copy is None:
+            return
+        if not copy.live or not copy.space.alive:
+            self.fail(slot)
+            return
+        slot.landed = True
+        self._advance(copy, slot.shard)
+
+    def fail(self, slot: Slot) -> None:
+        """A RESERVED slot will not be filled: cancel it, and what of the same shard hangs below
+        it."""
+        stack = [slot]
+        while stack:
+            top = stack.pop()
+            copy = top.owner
+            if top.state is not SlotState.RESERVED or copy is None:
+                continue
+            self._cancel(top)
+            if top.part is Part.FULL:
+                below = [copy.slot(Part.WINDOW, top.shard)]
+                below += [child.slot(Part.FULL, top.shard) for child in copy.children()]
+                stack += [s for s in below if s is not None]
+            else:
+                self._leave_if_empty(copy)
+            if top.part is Part.FULL and copy.slot(Part.WINDOW, top.shard) is None:
+                self._leave_if_empty(copy)
+
+    def let_go(self, slot: Slot, move: MoveID) -> None:
+        """A Move that held the slot has ended."""
+        slot.let_go(move)
+        if slot.free_if_dead():
+            self.slabs.give_back(slot)
+        elif slot.owner is not None:
+            self.offer(slot.owner)
+
+    # ------------------------------------------------------------ leaving
+
+    def lease(self, copy: Copy) -> None:
+        """Protect a copy's presence."""
+        copy.leases += 1
+
+    def unlease(self, copy: Copy) -> None:
+        """End one lease's protection."""
+        if copy.leases < 1:
+            raise InvariantError(f"{copy!r}: a lease ended twice")
+        copy.leases -= 1
+        self.offer(copy)
+
+    def doom(self, copy: Copy) -> None:
+        """Take a copy out at once, whatever hangs on it; its subtree is hidden and swept later."""
+        if not copy.live:
+            return
+        self._drop(copy)
+        if copy.first_child is not None:
+            self._hidden.append(copy)
+
+    def drop_index(self, index: Index) -> None:
+        """Give up all copies of a dead space; they are freed by sweeps."""
+        if len(index):
+            self._garbage.append(index)
+
+    def sweep(self, entries: int) -> int:
+        """Free up to ``entries`` hidden copies; tells how many were freed."""
+        freed = 0
+        while freed < entries and (self._hidden or self._garbage):
+            if self._hidden:
+                freed += self._sweep_hidden()
+                continue
+            copy = self._garbage[-1].pop_any()
+            if copy is None:
+                self._garbage.pop()
+                continue
+            self._drop(copy)
+            copy.first_child = None
+            freed += 1
+        return freed
+
+    def sweeping(self) -> bool:
+        """Whether hidden copies are left."""
+        return bool(self._hidden or self._garbage)
+
+    def offer(self, copy: Copy) -> None:
+        """Tell the policies that a copy may be evictable."""
+        self._candidates.offer(copy)
+
+    # ------------------------------------------------------------ private
+
+    def _walk(self, index: Index, keys: bytes, count: int) -> int:
+        before: Copy | None = None
+        for place in range(count):
+            copy = index.get(keys[place * KEY_BYTES : (place + 1) * KEY_BYTES])
+            if copy is None or not copy.visible() or copy.parent is not before:
+                return place
+            before = copy
+        return count
+
+    def _attached(self, space: Space, header: ChunkHeader) -> Copy | None:
+        """The chunk's copy; one that hangs below a doomed parent is taken out first."""
+        copy = self.find(space, header.key)
+        if copy is not None and copy.parent is not None and not copy.parent.live:
+            self.doom(copy)
+            return None
+        return copy
+
+    def _may_hold(self, copy: Copy, header: ChunkHeader) -> bool:
+        if not copy.live or copy.slot(header.part, header.shard) is not None:
+            return False
+        if header.part is Part.WINDOW:
+            return copy.slot(Part.FULL, header.shard) is not None
+        parent = copy.parent
+        if parent is None:
+            return header.depth == 0
+        return parent.live and parent.slot(Part.FULL, header.shard) is not None
+
+    def _advance(self, copy: Copy, shard: int) -> None:
+        stack = [copy]
+        while stack:
+            top = stack.pop()
+            full, window = top.slot(Part.FULL, shard), top.slot(Part.WINDOW, shard)
+            if full is not None and may_commit(full, top.parent):
+                self._commit(full)
+                stack += top.children()
+            above = full is not None and full.state is SlotState.READY
+            if window is not None and above and lands(window):
+                self._commit(window)
+            self.offer(top)
+
+    def _commit(self, slot: Slot) -> None:
+        slot.commit()
+        copy = slot.owner
+        if copy is None:
+            raise InvariantError(f"{slot!r}: commits without a copy")
+        copy.ready[slot.part] += 1
+        self.settled += [(wait, True) for wait in slot.waits]
+        slot.waits = []
+        self.committed.append(slot)
+
+    def _cancel(self, slot: Slot) -> None:
+        copy = slot.owner
+        if copy is not None and copy.slot(slot.part, slot.shard) is slot:
+            copy.parts[slot.part][slot.shard] = None
+        self.settled += [(wait, False) for wait in slot.waits]
+        slot.waits = []
+        slot.cancel()
+        if slot.free_if_dead():
+            self.slabs.give_back(slot)
+
+    def _leave_if_empty(self, copy: Copy) -> None:
+        if copy.live and next(copy.slots(), None) is None:
+            self._orphan(copy)
+        elif copy.live:
+            self.offer(copy)
+
+    def _orphan(self, copy: Copy) -> None:
+        """Take out a copy that has no slot."""
+        parent = copy.parent
+        copy.live = False
+        copy.space.index[self.tier].remove(copy)
+        copy.unlink()
+        if copy.first_child is not None:
+            self._hidden.append(copy)
+        if parent is not None and parent.live:
+            self.offer(parent)
+
+    def _drop(self, copy: Copy) -> None:
+        """Take a copy and its slots out of everything but its children's links."""
+        copy.live = False
+        copy.space.index[self.tier].remove(copy)
+        for slot in list(copy.slots()):
+            if slot.state is SlotState.RESERVED:
+                self._cancel(slot)
+            elif slot.state is SlotState.READY:
+                slot.doom()
+                if slot.free_if_dead():
+                    self.slabs.give_back(slot)
+        parent = copy.parent
+        copy.unlink()
+        if parent is not None and parent.live:
+            self.offer(parent)
+
+    def _sweep_hidden(self) -> int:
+        top = self._hidden[-1]
+        child = top.first_child
+        if child is None:
+            self._hidden.pop()
+            return 0
+        alive = child.live
+        child.unlink()
+        if alive:
+            self._drop(child)
+            if child.first_child is not None:
+                self._hidden.append(child)
+        return 1
+
+    # ------------------------------------------------------------ room
+
+    def _allocate(self, slot_bytes: int, guard: Copy) -> Slot | None:
+        """A FREE slot: a free one, one freed by sweeping, a reclaimed slab's, or an evicted
+        copy's."""
+        slot = self.slabs.take(slot_bytes)
+        while slot is None and self.sweep(64):
+            slot = self.slabs.take(slot_bytes)
+        if slot is not None:
+            return slot
+        self._candidates.guard = guard
+        try:
+            slab = self.slabs.coldest_foreign(slot_bytes)
+            if slab is not None:
+                self._reclaim(slab)
+                slot = self.slabs.take(slot_bytes)
+            while slot is None and self._evict_for(slot_bytes):
+                slot = self.slabs.take(slot_bytes)
+            return slot
+        finally:
+            self._candidates.guard = None
+            self.offer(guard)
+
+    def _reclaim(self, slab: Slab) -> None:
+        """Doom every copy with a slot in the slab, so that it can be cut for another size."""
+        for slot in list(slab.slots.values()):
+            if slot.owner is not None and slot.state is not SlotState.FREE:
+                self.evictions += slot.owner.live
+                self.doom(slot.owner)
+        self.slabs.retire(slab.number)
+
+    def _evict_for(self, slot_bytes: int) -> bool:
+        """Evict what leaves first among what frees a slot of this size."""
+        found = self._candidates.take(slot_bytes)
+        if found is None:
+            return False
+        self._evict(*found)
+        return True
+
+    def _evict(self, copy: Copy, parts: list[Part]) -> None:
+        for part in parts:
+            for shard, slot in enumerate(copy.parts[part]):
+                if slot is not None:
+                    slot.evict()
+                    self.slabs.give_back(slot)
+                    copy.parts[part][shard] = None
+            copy.ready[part] = 0
+        self.evictions += 1
+        if Part.FULL not in parts:
+            return
+        parent = copy.parent
+        copy.live = False
+        copy.space.index[self.tier].remove(copy)
+        copy.unlink()
+        if parent is not None:
+            parent.last_use = max(parent.last_use, copy.last_use)
+            self.offer(parent)

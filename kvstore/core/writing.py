@@ -1,0 +1,164 @@
+"""Writing: host slots -> NVMe, after the commit and behind everything else.
+
+A committed host slot is *considered*: with what is missing above it, from the head down, it joins a
+bounded backlog that holds no pin. A WRITE is made only when a write lane is free: by then the slot
+may have been evicted (counted), or its parent may not have made it (counted, as the tier is
+prefix-closed). Admission is a byte budget and a count of stores.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+from kvstore.core.chunk import slot_header
+from kvstore.core.errors import InvariantError
+from kvstore.core.layout import Part
+from kvstore.core.messages import MoveKind, MoveStatus
+from kvstore.core.slots import Handle, Slot, SlotState
+from kvstore.core.state import State
+from kvstore.core.stats import Drop
+from kvstore.core.transfers import Job
+from kvstore.core.tree import Tree
+
+
+class Writing:
+    """The backlog of writes to NVMe, and the end of a WRITE Move."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._backlog: deque[Handle] = deque()
+        self._retry_at: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._backlog)
+
+    def consider(self, slot: Slot) -> None:
+        """A host slot was committed or stored again: queue its write, and before it those of what
+        it hangs on."""
+        nvme, copy = self._state.directory.nvme, slot.owner
+        if nvme is None or copy is None or not copy.live or slot.write_queued:
+            return
+        chain = [slot]
+        if slot.part is Part.FULL:
+            above = copy.parent
+            while above is not None:
+                full = above.slot(Part.FULL, slot.shard)
+                if full is None or full.write_queued or self._is_written(nvme, full):
+                    break
+                chain.append(full)
+                above = above.parent
+        for link in reversed(chain):
+            if not self._is_written(nvme, link) and not self._enter(link):
+                break
+
+    def next_write(self) -> Job | None:
+        """The next WRITE, its slots held; None while there is nothing to write, or it has to wait
+        for the scan or for its namespace's record."""
+        nvme = self._state.directory.nvme
+        while nvme is not None and not nvme.linear and self._backlog:
+            handle = self._backlog[0]
+            copy = handle.slot.owner
+            live = not handle.is_stale() and copy is not None and copy.space.alive
+            if live and copy is not None and not copy.space.persisted:
+                return None
+            self._backlog.popleft()
+            job = self._start(nvme, handle)
+            if job is not None:
+                return job
+        return None
+
+    def moved(self, job: Job, status: MoveStatus) -> None:
+        """A WRITE Move has ended."""
+        nvme, source, target = self._state.directory.nvme, job.source, job.target
+        if nvme is None or source is None or target is None:
+            raise InvariantError(f"WRITE {job.id} lacks a tier or slot")
+        source.write_queued = False
+        if status is MoveStatus.OK:
+            nvme.landed(target)
+        else:
+            full = status is MoveStatus.NO_SPACE
+            if target.state is SlotState.RESERVED:
+                self._state.drop(Drop.NVME_FULL if full else Drop.NVME_WRITE_FAILED)
+                nvme.fail(target)
+            if full:
+                self._stop_growth(nvme, target)
+        self._state.let_go(job)
+
+    def tick(self) -> None:
+        """Let a tier that was full try to grow again."""
+        nvme = self._state.directory.nvme
+        if nvme is not None and self._retry_at is not None and self._state.now >= self._retry_at:
+            nvme.slabs.growth_stopped = False
+            self._retry_at = None
+
+    def drop_unpersisted(self) -> None:
+        """A namespace's record couldn't be made durable: nothing of it may be written."""
+        kept: deque[Handle] = deque()
+        for handle in self._backlog:
+            copy = handle.slot.owner
+            if handle.is_stale() or copy is None or copy.space.persisted:
+                kept.append(handle)
+            else:
+                handle.slot.write_queued = False
+                self._state.drop(Drop.NVME_WRITE_FAILED)
+        self._backlog = kept
+
+    # ------------------------------------------------------------ private
+
+    def _is_written(self, nvme: Tree, slot: Slot) -> bool:
+        copy = slot.owner
+        if copy is None:
+            return False
+        below = nvme.find(copy.space, copy.key)
+        return below is not None and below.slot(slot.part, slot.shard) is not None
+
+    def _enter(self, slot: Slot) -> bool:
+        """Admit one slot to the backlog."""
+        state, copy = self._state, slot.owner
+        if copy is None or slot.state is not SlotState.READY:
+            return False
+        if copy.stores < state.limits.admit_after:
+            state.drop(Drop.NVME_ADMISSION)
+            return False
+        if len(self._backlog) >= state.limits.write_backlog_max:
+            state.drop(Drop.NVME_BACKLOG)
+            return False
+        slot.write_queued = True
+        self._backlog.append(Handle.of(slot))
+        return True
+
+    def _start(self, nvme: Tree, handle: Handle) -> Job | None:
+        """Make the WRITE of a slot from the backlog, unless it can't or needn't be written now."""
+        state, slot = self._state, handle.slot
+        if handle.is_stale() or slot.state is not SlotState.READY or slot.owner is None:
+            state.drop(Drop.EVICTED_BEFORE_WRITE)
+            return None
+        slot.write_queued = False
+        if not slot.owner.live or not slot.owner.space.alive:
+            state.drop(Drop.CLEARED)
+            return None
+        header = slot_header(slot, 0)
+        if nvme.current(slot.owner.space, header) is not None:
+            return None
+        if not state.budget.admit(header.payload_bytes, state.now):
+            state.drop(Drop.NVME_BUDGET)
+            return None
+        target = nvme.reserve(slot.owner.space, header)
+        if isinstance(target, Drop):
+            missing = target is Drop.PARENT_MISSING
+            state.drop(Drop.NVME_PARENT_MISSING if missing else target)
+            return None
+        slot.write_queued = True
+        state.sequence += 1
+        header = replace(header, sequence=state.sequence)
+        job = Job(state.transfers.next_id(), MoveKind.WRITE, header, source=slot, target=target)
+        slot.hold(job.id)
+        target.hold(job.id)
+        return job
+
+    def _stop_growth(self, nvme: Tree, target: Slot) -> None:
+        """The device is full: cut no more slabs for a while, and give up one that has nothing."""
+        nvme.slabs.growth_stopped = True
+        self._retry_at = self._state.now + self._state.limits.nvme_retry_s
+        nvme.slabs.retire_if_new(target.place.slab)
