@@ -6,10 +6,14 @@ from collections import Counter
 
 from kvstore.core.errors import InvariantError
 from kvstore.core.layout import Part
+from kvstore.core.messages import MoveID, SessionID
 from kvstore.core.slots import Slot, SlotState
 from kvstore.core.state import State
 from kvstore.core.tree import Tree
 from kvstore.core.tree_nodes import Copy
+
+
+_LIVE = (SlotState.RESERVED, SlotState.READY)
 
 
 def check(state: State) -> None:
@@ -22,69 +26,72 @@ def check(state: State) -> None:
             for copy in space.index[tree.tier]:
                 seen.add(id(copy))
                 _check_copy(tree, copy)
-                _must(copy.leases == pins.get(id(copy), 0), f"{copy!r}: leases don't add up")
+                _must(copy.leases == pins.get(id(copy), 0), "its leases don't add up", copy)
         _check_slots(tree, seen)
     _check_jobs(state)
     _check_sessions(state)
 
 
-def _must(fact: bool, text: str) -> None:
+def _must(fact: bool, text: str, *what: object) -> None:
     if not fact:
-        raise InvariantError(text)
+        raise InvariantError(f"{' '.join(map(repr, what))}: {text}")
 
 
 def _check_copy(tree: Tree, copy: Copy) -> None:
-    where = f"{tree.tier.value} {copy!r}"
-    _must(copy.live and copy.space.alive, f"{where}: in the index, but gone")
-    _must(tree.find(copy.space, copy.key) is copy, f"{where}: the index has another under its key")
-    _must(next(copy.slots(), None) is not None, f"{where}: without a slot")
+    _must(copy.live and copy.space.alive, "in the index, but gone", tree.tier, copy)
+    _must(tree.find(copy.space, copy.key) is copy, "the index has another", tree.tier, copy)
+    _must(next(copy.slots(), None) is not None, "without a slot", tree.tier, copy)
     for part in Part:
         ready = 0
         for shard, slot in enumerate(copy.parts[part]):
             if slot is None:
                 continue
             ready += slot.state is SlotState.READY
-            live = slot.state in (SlotState.RESERVED, SlotState.READY)
-            _must(live, f"{where}: keeps {slot!r}")
-            _must(slot.owner is copy and slot.shard == shard, f"{where}: {slot!r} isn't its own")
-            _must(slot.part is part, f"{where}: {slot!r} has the wrong part")
-        _must(ready == copy.ready[part], f"{where}: {ready} READY, counted {copy.ready[part]}")
-    parent = copy.parent
-    if parent is None:
-        _must(copy.depth == 0, f"{where}: without a parent")
-        return
-    _must(copy in list(parent.children()), f"{where}: its parent doesn't know it")
-    _must(parent.live or tree.sweeping(), f"{where}: below a parent that is gone")
+            _must(slot.state in _LIVE, "kept by a copy", slot, copy)
+            mine = slot.owner is copy and slot.shard == shard and slot.part is part
+            _must(mine, "isn't the copy's own", slot, copy)
+        _must(ready == copy.ready[part], "its READY slots don't add up", tree.tier, copy)
+    if copy.parent is None:
+        _must(copy.depth == 0, "without a parent", tree.tier, copy)
+    else:
+        _check_below(tree, copy, copy.parent)
+
+
+def _check_below(tree: Tree, copy: Copy, parent: Copy) -> None:
+    _must(any(child is copy for child in parent.children()), "unknown to its parent", copy)
+    _must(parent.live or tree.sweeping(), "below a parent that is gone", tree.tier, copy)
     if not parent.live or tree.linear:
         return
     for shard, slot in enumerate(copy.parts[Part.FULL]):
+        if slot is None:
+            continue
         above = parent.slot(Part.FULL, shard)
-        if slot is not None:
-            _must(above is not None, f"{where}: shard {shard} without its parent's")
-        if slot is not None and slot.state is SlotState.READY and above is not None:
-            _must(above.state is SlotState.READY, f"{where}: READY before its parent")
+        _must(above is not None, "without its parent's", slot, copy)
+        if slot.state is SlotState.READY and above is not None:
+            _must(above.state is SlotState.READY, "READY before its parent's", slot, copy)
     if copy.visible():
-        _must(parent.visible(), f"{where}: visible before its parent")
+        _must(parent.visible(), "visible before its parent", tree.tier, copy)
 
 
 def _check_slots(tree: Tree, seen: set[int]) -> None:
     """Each slot that isn't FREE belongs to a copy, is about to be swept, or is held by a Move."""
+    pending = tree.sweeping() or tree.linear
     for slab in tree.slabs.cuts():
         for slot in slab.slots.values():
+            owner = slot.owner
             if slot.state is SlotState.FREE:
-                _must(not slot.holders and slot.owner is None, f"{slot!r}: free, but in use")
-            elif slot.state in (SlotState.CANCELLED, SlotState.DOOMED):
-                _must(bool(slot.holders), f"{slot!r}: dead, but nothing holds it")
+                _must(not slot.holders and owner is None, "free, but in use", slot)
+            elif slot.state not in _LIVE:
+                _must(bool(slot.holders), "dead, but nothing holds it", slot)
             else:
-                owner = slot.owner
-                known = owner is not None and (id(owner) in seen or tree.sweeping() or tree.linear)
-                _must(known, f"{slot!r}: belongs to nothing")
-                if slot.state is SlotState.RESERVED:
-                    _must(bool(slot.holders) or slot.landed, f"{slot!r}: nothing fills it")
+                known = owner is not None and (id(owner) in seen or pending)
+                _must(known, "belongs to nothing", slot)
+                filled = slot.state is SlotState.READY or slot.landed or bool(slot.holders)
+                _must(filled, "nothing fills it", slot)
 
 
 def _check_jobs(state: State) -> None:
-    held: dict[Slot, set[int]] = {}
+    held: dict[Slot, set[MoveID]] = {}
     for job in state.transfers.jobs():
         for slot in (job.source, job.target):
             if slot is not None:
@@ -93,24 +100,25 @@ def _check_jobs(state: State) -> None:
     for tree in state.directory.trees():
         for slab in tree.slabs.cuts():
             slots += slab.slots.values()
+    nobody: set[MoveID] = set()
     for slot in slots:
-        _must(slot.holders == held.get(slot, set()), f"{slot!r}: held by {slot.holders}")
+        _must(slot.holders == held.get(slot, nobody), "its holders aren't the jobs", slot)
     for slot in state.directory.staging():
         free = slot.state is SlotState.FREE
-        _must(free or bool(slot.holders), f"{slot!r}: staging that nothing holds")
+        _must(free or bool(slot.holders), "staging that nothing holds", slot)
 
 
 def _check_sessions(state: State) -> None:
-    running: Counter[int] = Counter()
+    running: Counter[SessionID] = Counter()
     jobs = {job.id: job for job in state.transfers.jobs()}
     for job in jobs.values():
         if job.session is not None and state.transfers.is_running(job.id):
             running[job.session] += 1
     for session in state.engines.sessions():
-        _must(session.moves == running[session.id], f"session {session.id}: Moves don't add up")
+        _must(session.moves == running[session.id], "its Moves don't add up", session.id)
         for ticket in session.tickets.values():
-            name = f"session {session.id} {ticket.kind} {ticket.id}"
-            _must(not ticket.ended(), f"{name}: has ended, but isn't completed")
-            _must(ticket.moves <= set(jobs), f"{name}: waits for Moves that are gone")
+            name = (session.id, ticket.kind, ticket.id)
+            _must(not ticket.ended(), "has ended, but isn't completed", name)
+            _must(ticket.moves <= jobs.keys(), "waits for Moves that are gone", name)
         if session.closing:
-            _must(bool(session.moves or session.tickets), f"session {session.id}: not detached")
+            _must(bool(session.moves or session.tickets), "isn't detached", session.id)

@@ -77,6 +77,8 @@ class Joining:
     def set_revision(self, session: Session, number: int, message: SetRevision) -> None:
         engine = session.engine
         refused = self._state.engines.set_revision(engine, message)
+        if refused is None:
+            self._state.leases.end_engine(engine.key)
         if refused is None and engine.space is not None:
             refused = self._make_ready(engine, but=session.id)
         self._state.reply(session.id, number, refused or engine.state())

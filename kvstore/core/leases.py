@@ -20,8 +20,13 @@ EngineKey = tuple[str, str]
 
 @dataclass(slots=True)
 class Lease:
-    """One request's lease: ``chunks`` of ``keys`` are promised by ``pins`` until ``deadline_s``."""
+    """One request's lease: ``chunks`` of ``keys`` are promised by ``pins`` until ``deadline_s``.
 
+    ``keys`` are those of the hit only. ``asked`` names the keys of the lookup: their number and the
+    last one, which covers all before it.
+    """
+
+    asked: tuple[int, bytes]
     keys: bytes
     chunks: int
     pins: list[tuple[Tree, Copy]]
@@ -44,7 +49,7 @@ class Leases:
     def renew(self, engine: EngineKey, request: str, keys: bytes, now: float) -> Lease | None:
         """The request's lease, prolonged, if it is for the same keys and still holds."""
         lease = self._leases.get((engine, request))
-        if lease is None or lease.keys != keys or not lease.holds():
+        if lease is None or lease.asked != asked(keys) or not lease.holds():
             return None
         lease.deadline_s = now + self.lease_s
         self._leases.move_to_end((engine, request))
@@ -107,3 +112,8 @@ class Leases:
 
     def __len__(self) -> int:
         return len(self._leases)
+
+
+def asked(keys: bytes) -> tuple[int, bytes]:
+    """What names a lookup's keys: a chain is known by its length and its last key."""
+    return len(keys), keys[-KEY_BYTES:]

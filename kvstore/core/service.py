@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore.core.clearing import Clearing
-from kvstore.core.engines import Session
+from kvstore.core.engines import Engine, Session
 from kvstore.core.errors import InvariantError
 from kvstore.core.eviction import LeastRecentlyUsed, Policy
 from kvstore.core.invariants import check
 from kvstore.core.joining import Joining
 from kvstore.core.keys import KEY_BYTES
-from kvstore.core.leases import Lease
+from kvstore.core.leases import Lease, asked
 from kvstore.core.limits import Limits
 from kvstore.core.messages import (
     Attach,
@@ -55,6 +55,8 @@ from kvstore.core.stats import CoreStats, Drop, SpaceStats
 from kvstore.core.storing import Storing
 from kvstore.core.tickets import Ticket
 from kvstore.core.transfers import Job
+from kvstore.core.tree import Tree
+from kvstore.core.tree_nodes import Copy
 from kvstore.core.writing import Writing
 
 _TICK_S = 0.25
@@ -193,21 +195,32 @@ class Service:
 
     def _lookup(self, session: Session, number: int, message: Lookup) -> None:
         state, engine = self._state, session.engine
-        space, asked = engine.space, len(message.keys) // KEY_BYTES
+        space, count = engine.space, len(message.keys) // KEY_BYTES
         chunks = 0
-        if space is not None and asked:
+        if space is not None and count:
             lease = state.leases.renew(engine.key, message.request, message.keys, state.now)
             if lease is None:
                 chunks, pins = state.directory.hit(space, message.keys, engine.window_chunks)
-                deadline_s = state.now + state.limits.lease_s
-                lease = Lease(message.keys, chunks, pins, deadline_s)
-                state.leases.take(engine.key, message.request, lease)
+                self._take_lease(engine, message, chunks, pins)
                 state.lookups += 1
-                state.lookup_tokens += asked * engine.tokens_per_chunk
+                state.lookup_tokens += count * engine.tokens_per_chunk
                 state.hit_tokens += chunks * engine.tokens_per_chunk
-            chunks = lease.chunks
+            else:
+                chunks = lease.chunks
         status = HitStatus.HIT if chunks else HitStatus.MISS
         state.reply(session.id, number, LookupReply(status, chunks))
+
+    def _take_lease(
+        self, engine: Engine, message: Lookup, chunks: int, pins: list[tuple[Tree, Copy]]
+    ) -> None:
+        """Lease a hit. A miss takes none, so that what is stored next is seen at once."""
+        leases = self._state.leases
+        if not chunks:
+            leases.release(engine.key, message.request)
+            return
+        keys, deadline_s = message.keys, self._state.now + leases.lease_s
+        lease = Lease(asked(keys), keys[: chunks * KEY_BYTES], chunks, pins, deadline_s)
+        leases.take(engine.key, message.request, lease)
 
     def _cancel(self, ticket: Ticket, reason: Drop) -> None:
         """Stop a transfer: queued Moves end now, running ones when they do."""

@@ -75,6 +75,7 @@ class State:
 
     def detach_if_idle(self, session: Session) -> None:
         """Let a lost session's memory go once no Move uses it."""
-        if session.closing and not session.moves and not session.tickets:
+        known = self.engines.session(session.id) is session
+        if known and session.closing and not session.moves and not session.tickets:
             self.engines.remove(session)
             self.effects.append(Detach(session.id))

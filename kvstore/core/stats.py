@@ -120,7 +120,7 @@ class CoreStats:
 
 
 class Histogram:
-    """A latency histogram: buckets grow by a quarter from 1 us, so percentiles are at most that high.
+    """A latency histogram: buckets grow by a quarter from 1 us, so a percentile is that close.
 
     ``add`` is O(1) and allocates nothing; 120 buckets reach beyond a day.
     """
