@@ -12,7 +12,6 @@ from kvstore.core.state import State
 from kvstore.core.tree import Tree
 from kvstore.core.tree_nodes import Copy
 
-
 _LIVE = (SlotState.RESERVED, SlotState.READY)
 
 
