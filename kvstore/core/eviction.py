@@ -5,9 +5,11 @@ LRU is the default: simulation on a real conversation trace gave it the best hit
 sizes, and leaves first keeps each tier prefix-closed. A parent is used whenever a child is, so a
 copy that becomes a leaf inherits the latest use of its last child (the tree does that).
 
-The heap is lazy: a use only changes the copy's ``last_use``; an entry that turns out to be older
-than its copy is pushed again when it comes up. So each copy has at most one entry, a lookup costs
-no heap operation, and the heap never outgrows the copies.
+Heaps are lazy: a use only changes the copy's ``last_use``; an entry that turns out to be older than
+its copy is pushed again when it comes up. So each copy has at most one entry, and a lookup costs no
+heap operation. Entries of copies that left otherwise (a clear, a failed store) would stay for ever
+in a tier that never fills; so there are two heaps, and each offer moves two entries from the end of
+the old one (what remains is a heap still) to the new one and drops the dead. No step is long.
 """
 
 from __future__ import annotations
@@ -38,64 +40,83 @@ class Policy(Protocol):
         """The last use of what ``take`` would return, which stays; None when there is nothing."""
 
 
+_Entry = tuple[int, int, Copy]
+_TRIM_ENTRIES = 2
+
+
 class LeastRecentlyUsed:
     """Leaf-first LRU (see the module). Mutates nothing but itself."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Copy]] = []
+        self._old: list[_Entry] = []
+        self._new: list[_Entry] = []
         self._held: set[int] = set()
         self._ties = 0
 
+    def __len__(self) -> int:
+        return len(self._old) + len(self._new)
+
     def offer(self, copy: Copy) -> None:
         """Note a candidate."""
-        if id(copy) in self._held:
-            return
-        self._held.add(id(copy))
-        self._push(copy)
+        if id(copy) not in self._held:
+            self._held.add(id(copy))
+            self._push(copy)
+        self._trim()
 
     def take(self, evictable: Callable[[Copy], bool]) -> Copy | None:
         """The candidate used longest ago."""
         if self.coldest_use(evictable) is None:
             return None
-        copy = heapq.heappop(self._heap)[2]
+        copy = heapq.heappop(self._top())[2]
         self._held.discard(id(copy))
         return copy
 
     def coldest_use(self, evictable: Callable[[Copy], bool]) -> int | None:
         """When the candidate used longest ago was used."""
-        while self._heap:
-            use, _, copy = self._heap[0]
+        while heap := self._top():
+            rank, _, copy = heap[0]
             if not evictable(copy):
-                heapq.heappop(self._heap)
+                heapq.heappop(heap)
                 self._held.discard(id(copy))
-            elif copy.use() > use:
-                heapq.heappop(self._heap)
+            elif self._rank(copy) > rank:
+                heapq.heappop(heap)
                 self._push(copy)
             else:
-                return use
+                return rank
         return None
+
+    def _rank(self, copy: Copy) -> int:
+        return copy.use()
 
     def _push(self, copy: Copy) -> None:
         self._ties += 1
-        heapq.heappush(self._heap, (copy.use(), self._ties, copy))
+        heapq.heappush(self._new, (self._rank(copy), self._ties, copy))
+
+    def _top(self) -> list[_Entry]:
+        """The heap whose first entry leaves first; an empty one if both are."""
+        if self._old and self._new:
+            return min(self._old, self._new, key=lambda heap: heap[0][:2])
+        return self._old or self._new
+
+    def _trim(self) -> None:
+        for _ in range(_TRIM_ENTRIES):
+            if not self._old:
+                self._old, self._new = self._new, []
+            entry = self._old.pop()
+            copy = entry[2]
+            if copy.live and copy.space.alive:
+                heapq.heappush(self._new, entry)
+            else:
+                self._held.discard(id(copy))
+            if not self._old and not self._new:
+                return
 
 
 class FirstInFirstOut(LeastRecentlyUsed):
     """The copy that was offered first leaves first; for comparison."""
 
-    def _push(self, copy: Copy) -> None:
-        self._ties += 1
-        heapq.heappush(self._heap, (self._ties, self._ties, copy))
-
-    def coldest_use(self, evictable: Callable[[Copy], bool]) -> int | None:
-        """The place in the queue of the candidate that was offered first."""
-        while self._heap:
-            order, _, copy = self._heap[0]
-            if evictable(copy):
-                return order
-            heapq.heappop(self._heap)
-            self._held.discard(id(copy))
-        return None
+    def _rank(self, copy: Copy) -> int:
+        return 0
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {"lru": LeastRecentlyUsed, "fifo": FirstInFirstOut}

@@ -62,6 +62,7 @@ class Restoring:
         self._waiting = {}
         self._incomplete = {}
         self._sequences = {}
+        nvme.slabs.open_unseen()
         nvme.linear = False
 
     # ------------------------------------------------------------ private

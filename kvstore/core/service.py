@@ -181,6 +181,10 @@ class Service:
                 text = "register or attach first"
                 state.reply(event.session, event.id, Refused(text))
             return
+        if event.id in session.tickets:
+            text = f"request number {event.id} is a transfer in flight; use another"
+            state.reply(session.id, event.id, Refused(text))
+            return
         self._verbs[type(message)](session, event.id, message)
 
     def _release(self, session: Session, number: int, message: Release) -> None:

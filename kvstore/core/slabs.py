@@ -7,6 +7,7 @@ made when first used, so an untouched slab costs nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from kvstore.core.errors import InvariantError
@@ -25,6 +26,7 @@ class Slab:
         "fresh",
         "last_use",
         "number",
+        "refused",
         "retired",
         "slot_bytes",
         "slots",
@@ -39,6 +41,7 @@ class Slab:
         self.fresh = 0
         self.last_use = 0
         self.retired = False
+        self.refused = False
 
     def has_room(self) -> bool:
         """Whether a slot can be taken."""
@@ -50,22 +53,30 @@ class Slab:
 
 
 class SlabSpace:
-    """All slabs of one tier. Mutated by the tier's tree only; at most ``limits.slabs`` are cut."""
+    """All slabs of one tier. Mutated by the tier's tree only; at most ``limits.slabs`` are cut.
+
+    A slab number that was cut before has its place on the device: ``growth_stopped`` (the device is
+    full) forbids only those that never were.
+    """
 
     def __init__(self, tier: TierName, limits: TierLimits) -> None:
         self.tier = tier
         self.limits = limits
         self.growth_stopped = False
         self._slabs: dict[int, Slab] = {}
-        self._uncut = list(range(limits.slabs - 1, -1, -1))
+        self._sizes: Counter[int] = Counter()
+        self._never_cut = list(range(limits.slabs - 1, -1, -1))
+        self._uncut: list[int] = []
         self._open: dict[int, dict[int, Slab]] = {}
+        self._empty: dict[int, Slab] = {}
 
     def take(self, slot_bytes: int) -> Slot | None:
-        """A FREE slot of this size, from a cut slab or a newly cut one; None where neither is
-        there."""
+        """A FREE slot of this size: of a slab cut for it, or of one cut now, which may have been
+        another size's that is entirely free. None where there is neither."""
         slab = self._open_slab(slot_bytes)
         if slab is None:
             return None
+        self._empty.pop(slab.number, None)
         if slab.free:
             slot = slab.free.pop()
         else:
@@ -82,9 +93,12 @@ class SlabSpace:
         slab = self._slabs[slot.place.slab]
         slab.free.append(slot)
         if slab.retired:
-            self._uncut_if_empty(slab)
-        else:
-            self._open[slab.slot_bytes][slab.number] = slab
+            if not slab.used():
+                self._unmake(slab)
+            return
+        self._open[slab.slot_bytes][slab.number] = slab
+        if not slab.used():
+            self._empty[slab.number] = slab
 
     def adopt(self, place: Place) -> Slot | None:
         """The FREE slot at a place found at start, outside the free list; None beyond the
@@ -93,12 +107,10 @@ class SlabSpace:
             return None
         slab = self._slabs.get(place.slab)
         if slab is None:
-            capacity = self.limits.slab_bytes // place.slot_bytes
-            slab = Slab(place.slab, place.slot_bytes, capacity)
-            slab.fresh = capacity
-            self._slabs[place.slab] = slab
-            self._open.setdefault(place.slot_bytes, {})
-            self._uncut.remove(place.slab)
+            self._never_cut.remove(place.slab)
+            slab = self._cut(place.slab, place.slot_bytes)
+            slab.fresh = slab.capacity
+            self._open[slab.slot_bytes].pop(slab.number, None)
         known = slab.slot_bytes == place.slot_bytes and place.index not in slab.slots
         if not known or not 0 <= place.index < slab.capacity:
             return None
@@ -110,14 +122,26 @@ class SlabSpace:
         slab = self._slabs[number]
         slab.retired = True
         self._open[slab.slot_bytes].pop(number, None)
-        self._uncut_if_empty(slab)
+        if not slab.used():
+            self._unmake(slab)
 
-    def retire_if_new(self, number: int) -> None:
-        """Retire a slab that keeps nothing yet: its place on the device couldn't be had."""
+    def refuse(self, number: int) -> None:
+        """The device had no place for a slab: unless it keeps something, it counts as never cut
+        once its slots are free."""
         slab = self._slabs.get(number)
         states = (SlotState.READY, SlotState.DOOMED)
-        if slab is not None and not any(slot.state in states for slot in slab.slots.values()):
-            self.retire(number)
+        if slab is None or any(slot.state in states for slot in slab.slots.values()):
+            return
+        slab.refused = True
+        self.retire(number)
+
+    def open_unseen(self) -> None:
+        """A scan has ended: slots of adopted slabs that it didn't name are free."""
+        for slab in self._slabs.values():
+            missing = len(slab.slots) < slab.fresh
+            for index in range(slab.fresh) if missing else ():
+                if index not in slab.slots:
+                    self.give_back(self._make(slab, index))
 
     def touch(self, slot: Slot, use: int) -> None:
         """Note a use of the slot, for reclaiming the coldest slab first."""
@@ -125,22 +149,22 @@ class SlabSpace:
         slab.last_use = max(slab.last_use, use)
 
     def coldest_foreign(self, slot_bytes: int) -> Slab | None:
-        """The slab to reclaim for a size below its fair share: the coldest, without pins, of
-        another size that has more than its share; None where this size has its share already."""
-        sizes: dict[int, int] = {}
-        for slab in self._slabs.values():
-            sizes[slab.slot_bytes] = sizes.get(slab.slot_bytes, 0) + 1
-        mine = sizes.get(slot_bytes, 0)
-        share = self.limits.slabs // (len(sizes) + (slot_bytes not in sizes))
-        if mine >= max(1, share):
+        """The slab to reclaim for a size below its fair share: the coldest, without Moves and
+        leases, of another size that has more than its share; None where this size has its share."""
+        sizes = self._sizes
+        mine = sizes[slot_bytes]
+        if mine == len(self._slabs):
+            return None
+        share = max(1, self.limits.slabs // (len(+sizes) + (mine == 0)))
+        if mine >= share:
             return None
         donors = (
             slab
             for slab in self._slabs.values()
             if slab.slot_bytes != slot_bytes
             and not slab.retired
-            and sizes[slab.slot_bytes] > max(1, share) - (mine == 0)
-            and not any(slot.holders for slot in slab.slots.values())
+            and sizes[slab.slot_bytes] > share - (mine == 0)
+            and not any(_is_kept(slot) for slot in slab.slots.values())
         )
         return min(donors, key=lambda slab: (slab.last_use, slab.number), default=None)
 
@@ -150,12 +174,12 @@ class SlabSpace:
 
     def uncut_count(self) -> int:
         """Slabs that aren't cut."""
-        return len(self._uncut)
+        return len(self._uncut) + len(self._never_cut)
 
     def check(self) -> None:
-        """Raise InvariantError unless every slab is either cut or not, and free lists hold FREE
+        """Raise InvariantError unless each slab is either cut or not, and free lists hold FREE
         slots."""
-        numbers = sorted([*self._slabs, *self._uncut])
+        numbers = sorted([*self._slabs, *self._uncut, *self._never_cut])
         if numbers != list(range(self.limits.slabs)):
             raise InvariantError(f"{self.tier.value}: slabs {numbers[:8]}... are lost or doubled")
         for slab in self._slabs.values():
@@ -172,12 +196,23 @@ class SlabSpace:
         slabs = self._open.get(slot_bytes)
         if slabs:
             return next(iter(slabs.values()))
-        if not self._uncut or self.growth_stopped or slot_bytes > self.limits.slab_bytes:
+        if slot_bytes > self.limits.slab_bytes:
             return None
-        number = self._uncut.pop()
+        if not self._uncut and (self.growth_stopped or not self._never_cut):
+            spare = next((s for s in self._empty.values() if s.slot_bytes != slot_bytes), None)
+            if spare is None:
+                return None
+            self._unmake(spare)
+        numbers = self._uncut or self._never_cut
+        return self._cut(numbers.pop(), slot_bytes)
+
+    def _cut(self, number: int, slot_bytes: int) -> Slab:
         slab = Slab(number, slot_bytes, self.limits.slab_bytes // slot_bytes)
         self._slabs[number] = slab
-        self._open.setdefault(slot_bytes, {})[number] = slab
+        self._sizes[slot_bytes] += 1
+        self._open.setdefault(slot_bytes, {})
+        if slab.has_room():
+            self._open[slot_bytes][number] = slab
         return slab
 
     def _make(self, slab: Slab, index: int) -> Slot:
@@ -185,9 +220,13 @@ class SlabSpace:
         slab.slots[index] = slot
         return slot
 
-    def _uncut_if_empty(self, slab: Slab) -> None:
-        if slab.used():
-            return
+    def _unmake(self, slab: Slab) -> None:
         del self._slabs[slab.number]
+        self._sizes[slab.slot_bytes] -= 1
         self._open[slab.slot_bytes].pop(slab.number, None)
-        self._uncut.append(slab.number)
+        self._empty.pop(slab.number, None)
+        (self._never_cut if slab.refused else self._uncut).append(slab.number)
+
+
+def _is_kept(slot: Slot) -> bool:
+    return bool(slot.holders) or (slot.owner is not None and slot.owner.leases > 0)

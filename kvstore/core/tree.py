@@ -20,6 +20,7 @@ from collections.abc import Callable
 from kvstore.core.candidates import Candidates
 from kvstore.core.errors import InvariantError
 from kvstore.core.eviction import Policy
+from kvstore.core.hidden import Hidden
 from kvstore.core.keys import KEY_BYTES
 from kvstore.core.layout import Part
 from kvstore.core.limits import TierLimits
@@ -34,6 +35,8 @@ from kvstore.core.tree_nodes import Copy, Index, lands, may_commit
 ALIGN_BYTES = 4096
 HEADER_BYTES = 4096
 """A slot at rest begins with its header; host slots have none."""
+_SWEEP_ENTRIES = 64
+"""Hidden copies freed at most to make room for one slot."""
 
 
 class Tree:
@@ -48,8 +51,8 @@ class Tree:
         self.linear = False
         """Set while a scan restores the tree: links may be missing, so lookups walk."""
         self._candidates = Candidates(policy)
-        self._hidden: list[Copy] = []
-        self._garbage: list[Index] = []
+        self._hidden = Hidden()
+        self._rooted_last: Copy | None = None
         self._uses = 0
 
     # ------------------------------------------------------------ reading
@@ -62,7 +65,7 @@ class Tree:
         """How many leading keys of a chain that starts at a root are visible."""
         count = len(keys) // KEY_BYTES
         index = space.index[self.tier]
-        if self.linear or self._hidden:
+        if self.linear or self._hidden.subtrees():
             return self._walk(index, keys, count)
         low = 0
         while low < count:
@@ -78,6 +81,13 @@ class Tree:
         """The RESERVED or READY slot of one part of one chunk shard."""
         copy = self._attached(space, header)
         return None if copy is None else copy.slot(header.part, header.shard)
+
+    def keeps(self, space: Space, slot: Slot) -> bool:
+        """Whether this tier has, or is getting, what a slot of another tier keeps."""
+        copy = None if slot.owner is None else self.find(space, slot.owner.key)
+        if copy is None or copy.slot(slot.part, slot.shard) is None:
+            return False
+        return self._rooted(copy)
 
     def ready(self, space: Space, key: bytes, part: Part, shard: int) -> Slot | None:
         """The READY slot of one part of one chunk shard."""
@@ -114,6 +124,8 @@ class Tree:
         fresh = copy is None
         if copy is None:
             parent = None if header.depth == 0 else self.find(space, header.parent)
+            if parent is not None and not self._rooted(parent):
+                parent = None
             if (header.depth > 0 and parent is None) or header.part is Part.WINDOW:
                 return Drop.PARENT_MISSING
             copy = Copy(space, header.key, header.depth, parent)
@@ -195,39 +207,31 @@ class Tree:
         if not copy.live:
             return
         self._drop(copy)
-        if copy.first_child is not None:
-            self._hidden.append(copy)
+        self._hidden.add(copy)
 
     def drop_index(self, index: Index) -> None:
         """Give up all copies of a dead space; they are freed by sweeps."""
-        if len(index):
-            self._garbage.append(index)
+        self._hidden.add_index(index)
 
     def sweep(self, entries: int) -> int:
         """Free up to ``entries`` hidden copies; tells how many were freed."""
         freed = 0
-        while freed < entries and (self._hidden or self._garbage):
-            if self._hidden:
-                freed += self._sweep_hidden()
-                continue
-            copy = self._garbage[-1].pop_any()
+        while freed < entries:
+            copy = self._hidden.next()
             if copy is None:
-                self._garbage.pop()
-                continue
+                break
             self._drop(copy)
-            copy.first_child = None
+            self._hidden.add(copy)
             freed += 1
         return freed
 
     def sweeping(self) -> bool:
         """Whether hidden copies are left."""
-        return bool(self._hidden or self._garbage)
+        return bool(self._hidden)
 
     def offer(self, copy: Copy) -> None:
         """Tell the policies that a copy may be evictable."""
         self._candidates.offer(copy)
-
-    # ------------------------------------------------------------ private
 
     def _walk(self, index: Index, keys: bytes, count: int) -> int:
         before: Copy | None = None
@@ -239,12 +243,25 @@ class Tree:
         return count
 
     def _attached(self, space: Space, header: ChunkHeader) -> Copy | None:
-        """The chunk's copy; one that hangs below a doomed parent is taken out first."""
+        """The chunk's copy; one that is hidden is taken out first."""
         copy = self.find(space, header.key)
-        if copy is not None and copy.parent is not None and not copy.parent.live:
+        if copy is not None and not self._rooted(copy):
             self.doom(copy)
             return None
         return copy
+
+    def _rooted(self, copy: Copy) -> bool:
+        """Whether nothing above a copy is doomed. The copy last found rooted ends the walk, so that
+        a chain costs one step a chunk."""
+        if not self._hidden.subtrees():
+            return True
+        above: Copy | None = copy
+        while above is not None and above is not self._rooted_last:
+            if not above.live:
+                return False
+            above = above.parent
+        self._rooted_last = copy
+        return True
 
     def _may_hold(self, copy: Copy, header: ChunkHeader) -> bool:
         if not copy.live or copy.slot(header.part, header.shard) is not None:
@@ -299,16 +316,17 @@ class Tree:
         """Take out a copy that has no slot."""
         parent = copy.parent
         copy.live = False
+        self._rooted_last = None
         copy.space.index[self.tier].remove(copy)
         copy.unlink()
-        if copy.first_child is not None:
-            self._hidden.append(copy)
+        self._hidden.add(copy)
         if parent is not None and parent.live:
             self.offer(parent)
 
     def _drop(self, copy: Copy) -> None:
         """Take a copy and its slots out of everything but its children's links."""
         copy.live = False
+        self._rooted_last = None
         copy.space.index[self.tier].remove(copy)
         for slot in list(copy.slots()):
             if slot.state is SlotState.RESERVED:
@@ -322,27 +340,13 @@ class Tree:
         if parent is not None and parent.live:
             self.offer(parent)
 
-    def _sweep_hidden(self) -> int:
-        top = self._hidden[-1]
-        child = top.first_child
-        if child is None:
-            self._hidden.pop()
-            return 0
-        alive = child.live
-        child.unlink()
-        if alive:
-            self._drop(child)
-            if child.first_child is not None:
-                self._hidden.append(child)
-        return 1
-
     # ------------------------------------------------------------ room
 
     def _allocate(self, slot_bytes: int, guard: Copy) -> Slot | None:
         """A FREE slot: a free one, one freed by sweeping, a reclaimed slab's, or an evicted
         copy's."""
         slot = self.slabs.take(slot_bytes)
-        while slot is None and self.sweep(64):
+        if slot is None and self.sweep(_SWEEP_ENTRIES):
             slot = self.slabs.take(slot_bytes)
         if slot is not None:
             return slot

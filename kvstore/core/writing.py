@@ -107,11 +107,7 @@ class Writing:
     # ------------------------------------------------------------ private
 
     def _is_written(self, nvme: Tree, slot: Slot) -> bool:
-        copy = slot.owner
-        if copy is None:
-            return False
-        below = nvme.find(copy.space, copy.key)
-        return below is not None and below.slot(slot.part, slot.shard) is not None
+        return slot.owner is not None and nvme.keeps(slot.owner.space, slot)
 
     def _enter(self, slot: Slot) -> bool:
         """Admit one slot to the backlog."""
@@ -161,4 +157,4 @@ class Writing:
         """The device is full: cut no more slabs for a while, and give up one that has nothing."""
         nvme.slabs.growth_stopped = True
         self._retry_at = self._state.now + self._state.limits.nvme_retry_s
-        nvme.slabs.retire_if_new(target.place.slab)
+        nvme.slabs.refuse(target.place.slab)

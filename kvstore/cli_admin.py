@@ -1,0 +1,163 @@
+"""The commands that ask a running daemon: ``kvstore stats`` and ``kvstore clear``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from kvstore import report
+from kvstore.admin import SERVICE, document
+from kvstore.config import Settings
+from kvstore.core.errors import ConfigError, KVStoreError
+from kvstore.proto_gen import admin_pb2
+
+CALL_DEADLINE_S = 10.0
+CLEAR_DEADLINE_S = 60.0
+OK, FAILURE, USAGE, NO_DAEMON = 0, 1, 2, 3
+
+Reply = TypeVar("Reply", bound=Message)
+
+
+class NoDaemonError(KVStoreError):
+    """Nothing answers at the admin address."""
+
+
+class AdminClient:
+    """A connection to a daemon's admin service. Its calls raise NoDaemonError or KVStoreError."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel: grpc.Channel | None = None
+
+    def __enter__(self) -> AdminClient:
+        socket = self.address.removeprefix("unix:")
+        if socket != self.address and not Path(socket).is_socket():
+            raise self._no_daemon()
+        self._channel = grpc.insecure_channel(self.address, [("grpc.enable_http_proxy", 0)])
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._channel is not None:
+            self._channel.close()
+
+    def stats(self) -> report.Document:
+        """The daemon's snapshot, as plain values."""
+        request = admin_pb2.StatsRequest()
+        return document(self._call("Stats", request, admin_pb2.StatsReply, CALL_DEADLINE_S))
+
+    def clear(self, model: str, tenant: str) -> admin_pb2.ClearReply:
+        """Forget the chunks of matching namespaces; empty matches all."""
+        request = admin_pb2.ClearRequest(model=model, tenant=tenant)
+        return self._call("Clear", request, admin_pb2.ClearReply, CLEAR_DEADLINE_S)
+
+    def _call(self, name: str, request: Message, reply: type[Reply], deadline_s: float) -> Reply:
+        assert self._channel is not None, "inside the with statement only"
+        call = self._channel.unary_unary(
+            f"/{SERVICE}/{name}",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=reply.FromString,
+        )
+        try:
+            answer: Reply = call(request, timeout=deadline_s)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                raise self._no_daemon() from error
+            raise KVStoreError(f"the daemon at {self.address}: {error.details()}") from error
+        return answer
+
+    def _no_daemon(self) -> NoDaemonError:
+        return NoDaemonError(
+            f"no daemon answers at {self.address}; start one with `kvstore serve`, or say with "
+            "--socket (KVSTORE_SOCKET) where it listens"
+        )
+
+
+def stats(settings: Settings, namespace: argparse.Namespace) -> int:
+    """Show the daemon's statistics, once or every few seconds."""
+    seconds = namespace.watch
+    if seconds is not None and not 0.1 <= seconds <= 3600:
+        raise ConfigError(f"--watch={seconds:g} is refused; valid: 0.1 to 3600 seconds")
+
+    def show(client: AdminClient) -> int:
+        if seconds is None:
+            _print_stats(client.stats(), namespace.json)
+            return OK
+        return _watch(client, seconds, namespace.json)
+
+    return _with_client(settings, "stats", show)
+
+
+def clear(settings: Settings, namespace: argparse.Namespace) -> int:
+    """Forget the chunks of a model, a tenant, or all, on this node."""
+    model, tenant = namespace.model or "", namespace.tenant or ""
+    if not (model or tenant or namespace.all):
+        raise ConfigError("name what to clear: --model NAME, --tenant NAME, or --all")
+    if (model or tenant) and namespace.all:
+        raise ConfigError("--all and --model or --tenant exclude one another; give one")
+
+    def forget(client: AdminClient) -> int:
+        known = {
+            name for s in client.stats()["spaces"] for name in (s["model"], s["alias"]) if name
+        }
+        if model and model not in known:
+            names = ", ".join(sorted(known)) or "none"
+            raise KVStoreError(f"--model={model!r} is not known here; known models: {names}")
+        if not (namespace.yes or namespace.json or _confirmed(model, tenant)):
+            print("nothing was cleared", file=sys.stderr)
+            return FAILURE
+        reply = client.clear(model, tenant)
+        if namespace.json:
+            print(json.dumps({"namespaces": reply.namespaces, "chunks": reply.chunks}))
+        else:
+            print(
+                f"cleared {reply.chunks} chunks in {reply.namespaces} namespaces from host memory "
+                "and NVMe of this node; other nodes keep theirs"
+            )
+        return OK
+
+    return _with_client(settings, "clear", forget)
+
+
+def _with_client(settings: Settings, name: str, use: Callable[[AdminClient], int]) -> int:
+    try:
+        with AdminClient(settings.admin_address()) as client:
+            return use(client)
+    except NoDaemonError as error:
+        print(f"kvstore {name}: {error}", file=sys.stderr)
+        return NO_DAEMON
+
+
+def _print_stats(snapshot: report.Document, as_json: bool) -> None:
+    print(json.dumps(snapshot) if as_json else report.render(snapshot), flush=True)
+
+
+def _watch(client: AdminClient, seconds: float, as_json: bool) -> int:
+    """Print again and again; an interrupt ends it well."""
+    clear_screen = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not as_json else ""
+    try:
+        while True:
+            snapshot = client.stats()
+            print(clear_screen, end="")
+            _print_stats(snapshot, as_json)
+            if not clear_screen and not as_json:
+                print("----", flush=True)
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        return OK
+
+
+def _confirmed(model: str, tenant: str) -> bool:
+    what = f"model {model}" if model else "every model"
+    whose = f" of tenant {tenant}" if tenant else ""
+    if not sys.stdin.isatty():
+        raise ConfigError("not confirmed, and there is no terminal to ask at; add --yes")
+    answer = input(f"Forget the chunks of {what}{whose} on this node? [y/N] ")
+    return answer.strip().lower() in ("y", "yes")

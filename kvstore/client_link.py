@@ -1,0 +1,367 @@
+"""One connection of a client to the daemon: what is said on it, from HELLO to its end.
+
+HELLO goes out; when the daemon's has come and agrees, REGISTER or ATTACH follows; when that is
+answered the link is live. It is *ready* while the engine is, which the daemon tells. Where work
+can't be sent at once (not ready, the daemon isn't reading, an answer is overdue) it is a miss or a
+refused transfer at once: a daemon that hangs never makes its engine wait.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from kvstore.client_channel import Channel
+from kvstore.client_joining import Join
+from kvstore.client_tickets import Ticket
+from kvstore.client_waiters import Answer, Until, Waiter
+from kvstore.core.errors import CapacityError, KVStoreError, LayoutMismatchError, ProtocolError
+from kvstore.core.messages import HitStatus
+from kvstore.proto_gen import engine_pb2 as pb
+from kvstore.wire import hello, hello_mismatch
+
+OVERDUE_RETRY_S = 5.0
+"""A daemon that owes an answer is asked again after this long, in case it never comes."""
+
+
+class Phase(Enum):
+    """GREETING: HELLO is out. JOINING: REGISTER or ATTACH is out. LIVE: joined. OVER: refused,
+    closed or lost."""
+
+    GREETING = "greeting"
+    JOINING = "joining"
+    LIVE = "live"
+    OVER = "over"
+
+
+@dataclass(slots=True)
+class LinkCounts:
+    """What a session's links count, one after the other."""
+
+    links: int = 0
+    losses: int = 0
+    lookups: int = 0
+    lookups_overdue: int = 0
+    lookups_skipped: int = 0
+    transfers: int = 0
+    transfers_refused: int = 0
+
+
+class Ready(Protocol):
+    """A CUDA event, or anything else that says when the engine's memory may be touched."""
+
+    def query(self) -> bool:
+        """Whether it has happened; may raise RuntimeError where it never will."""
+
+
+class _Held(NamedTuple):
+    ticket: Ticket
+    message: pb.ClientMessage
+    ready: Ready
+
+
+class Link:
+    """A session's connection and everything that is under way on it. Safe to use from several
+    threads.
+
+    ``opening`` is settled once the link is live or over; ``refusal`` then says whether the daemon
+    refused it. ``namespace`` is the digest that keys start from, empty while the engine isn't
+    ready. ``pending`` holds the lookups whose answer the daemon still owes as a push.
+    """
+
+    def __init__(self, peer: socket.socket, join: Callable[[], Join], counts: LinkCounts) -> None:
+        self.phase = Phase.GREETING
+        self.namespace = b""
+        self.tokens_per_chunk = 0
+        self.daemon: pb.Hello | None = None
+        self.refusal: KVStoreError | None = None
+        self.opening = Answer()
+        self.pending: set[int] = set()
+        self.channel = Channel(peer, self._dispatch, self._lost)
+        self._join = join
+        self._counts = counts
+        self._last_id = 0
+        self._answers: dict[int, Answer] = {}
+        self._tickets: dict[int, Ticket] = {}
+        self._held: list[_Held] = []
+        self._joins_memory = False
+        self._revision = ""
+        self._revision_id = 0
+        self._overdue_id = 0
+        self._overdue_s = 0.0
+
+    def live(self) -> bool:
+        """Whether the daemon takes requests of this session."""
+        return self.phase is Phase.LIVE and not self.channel.ending
+
+    def gone(self) -> bool:
+        """Whether it is over, or will be at the end of the stream."""
+        return self.phase is Phase.OVER or self.channel.ending
+
+    def open(self) -> None:
+        """Say HELLO; the rest happens as answers are taken in."""
+        self._counts.links += 1
+        with self.channel.condition:
+            self._send(pb.ClientMessage(kind=pb.ClientMessage.HELLO, hello=hello()))
+
+    def lookup(self, request: str, keys: bytes, timeout_s: float) -> pb.DaemonMessage | None:
+        """The daemon's answer, or None: not ready, lost, or not within ``timeout_s``.
+
+        While a former answer is overdue nothing is asked, so that a stopped daemon costs one
+        timeout, not one a lookup.
+        """
+        channel = self.channel
+        with channel.condition:
+            self._counts.lookups += 1
+            if not self._may_ask() or self._owed():
+                self._counts.lookups_skipped += 1
+                return None
+            message = pb.ClientMessage(kind=pb.ClientMessage.LOOKUP, request=request, keys=keys)
+            answer = self._ask(message)
+            started_s = time.monotonic()
+            channel.wait(answer, started_s + timeout_s)
+            found = answer.message
+            if not answer.settled:
+                del self._answers[message.id]
+                self._overdue_id, self._overdue_s = message.id, started_s
+                self._counts.lookups_overdue += 1
+            elif found is not None and found.status == HitStatus.PENDING:
+                self.pending.add(message.id)
+            return found
+
+    def start(self, ticket: Ticket, message: pb.ClientMessage) -> None:
+        """Send a STORE or RETRIEVE, or settle its ticket at once where that can't be."""
+        with self.channel.condition:
+            if ticket.settled:
+                return
+            self._counts.transfers += 1
+            self.channel.drain()
+            if not self._may_ask():
+                self._counts.transfers_refused += 1
+                ticket.settle(b"", False, self._why_not())
+                return
+            self._number(message)
+            ticket.number = message.id
+            self._tickets[message.id] = ticket
+            self.channel.send(message.SerializeToString())
+
+    def hold(self, ticket: Ticket, message: pb.ClientMessage, ready: Ready) -> None:
+        """Keep a transfer until ``ready`` says that the engine's stream has come so far."""
+        with self.channel.condition:
+            if self.live():
+                self._held.append(_Held(ticket, message, ready))
+            else:
+                self._counts.transfers_refused += 1
+                ticket.settle(b"", False, self._why_not())
+
+    def send_ready(self) -> bool:
+        """Send the held transfers that are ready by now; tells whether any is held still."""
+        for held in tuple(self._held):
+            try:
+                ready = held.ready.query()
+            except RuntimeError as error:
+                held.ticket.settle(b"", False, f"the ready event failed: {error}")
+                ready = True
+            if ready or held.ticket.settled:
+                with self.channel.condition, suppress(ValueError):
+                    self._held.remove(held)
+                self.start(held.ticket, held.message)
+        return bool(self._held)
+
+    def release(self, request: str) -> None:
+        """Say that the request needs its hit no longer; a lease that isn't released ends by
+        itself."""
+        self._tell(pb.ClientMessage(kind=pb.ClientMessage.RELEASE, request=request))
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ask the daemon to stop a transfer; its completion settles the ticket. One that is still
+        held ends now."""
+        with self.channel.condition:
+            if not ticket.number:
+                ticket.settle(b"", True, "")
+                return
+        self._tell(pb.ClientMessage(kind=pb.ClientMessage.CANCEL, transfer=ticket.number))
+
+    def set_revision(self, revision: str, until_s: float) -> bool:
+        """Ask for another revision; the link isn't ready until the daemon has said yes. Tells
+        whether it did in time."""
+        with self.channel.condition:
+            self._revision, self.namespace = revision, b""
+            if self.phase is Phase.LIVE:
+                self._ask_revision()
+            self.channel.wait(Until(lambda: not self._revision or self.gone()), until_s)
+            return self.live() and not self._revision
+
+    def poll(self) -> None:
+        """Take in what has come, without waiting."""
+        with self.channel.condition:
+            self.channel.drain()
+
+    def wait(self, waiter: Waiter, until_s: float) -> None:
+        """Take in what comes until the waiter is settled or the link lost, at most until then."""
+        with self.channel.condition:
+            self.channel.wait(waiter, until_s)
+
+    def wait_ready(self, until_s: float) -> bool:
+        """Whether the engine is ready, waiting for it at most until then."""
+        with self.channel.condition:
+            self.channel.wait(Until(lambda: bool(self.namespace) or self.gone()), until_s)
+            return bool(self.namespace)
+
+    def end(self, reason: str) -> None:
+        """Say nothing any more and await the end of the stream. Idempotent."""
+        with self.channel.condition:
+            self._over(reason)
+
+    def open_tickets(self) -> int:
+        """Transfers that haven't ended."""
+        return len(self._tickets) + len(self._held)
+
+    # ------------------------------------------------------------ asking
+
+    def _may_ask(self) -> bool:
+        """Whether work may be sent now; takes in what has come where that may change it."""
+        if self.phase is Phase.LIVE and not self.namespace:
+            self.channel.drain()
+        flushed = self.channel.flush()
+        return flushed and bool(self.namespace) and self.live()
+
+    def _why_not(self) -> str:
+        if not self.live():
+            return self.channel.reason or "the daemon isn't connected"
+        if not self.namespace:
+            return "the engine isn't ready: not every rank is registered"
+        return "the daemon isn't reading: the socket is full"
+
+    def _owed(self) -> bool:
+        """Whether an overdue answer still hasn't come, nor was waited for long enough."""
+        if self._overdue_id:
+            self.channel.drain()
+            if time.monotonic() - self._overdue_s > OVERDUE_RETRY_S:
+                self._overdue_id = 0
+        return self._overdue_id > 0 or not self.live()
+
+    def _number(self, message: pb.ClientMessage) -> None:
+        self._last_id += 1
+        message.id = self._last_id
+
+    def _send(self, message: pb.ClientMessage, descriptors: tuple[int, ...] = ()) -> None:
+        self._number(message)
+        self.channel.send(message.SerializeToString(), descriptors)
+
+    def _ask(self, message: pb.ClientMessage) -> Answer:
+        answer = Answer()
+        self._number(message)
+        self._answers[message.id] = answer
+        self.channel.send(message.SerializeToString())
+        return answer
+
+    def _tell(self, message: pb.ClientMessage) -> None:
+        """Send what needs no answer; it may be left out where too much waits already."""
+        with self.channel.condition:
+            if self.phase is Phase.LIVE:
+                with suppress(CapacityError):
+                    self._send(message)
+
+    def _ask_revision(self) -> None:
+        message = pb.ClientMessage(kind=pb.ClientMessage.SET_REVISION, revision=self._revision)
+        with suppress(CapacityError):
+            self._send(message)
+            self._revision_id = message.id
+
+    # ------------------------------------------------------------ what the daemon says
+
+    def _dispatch(self, message: pb.DaemonMessage) -> None:
+        kind, number = message.kind, message.id
+        if kind == pb.DaemonMessage.LOOKUP:
+            self._answer(number, message)
+        elif kind == pb.DaemonMessage.COMPLETED:
+            ticket = self._tickets.pop(number, None)
+            if ticket is not None:
+                ticket.settle(message.done, message.cancelled, message.reason)
+        elif kind == pb.DaemonMessage.ENGINE:
+            self._engine_told(number, message.engine)
+        elif kind == pb.DaemonMessage.REFUSED:
+            self._refused(number, message)
+        elif kind == pb.DaemonMessage.HELLO:
+            self._greeted(message.hello)
+
+    def _answer(self, number: int, message: pb.DaemonMessage) -> None:
+        if number >= self._overdue_id:
+            self._overdue_id = 0
+        answer = self._answers.pop(number, None)
+        if answer is not None:
+            answer.settle(message)
+        else:
+            self.pending.discard(number)
+
+    def _greeted(self, daemon: pb.Hello) -> None:
+        if self.phase is not Phase.GREETING:
+            raise ProtocolError("a second HELLO")
+        self.daemon = daemon
+        mismatch = hello_mismatch(hello(), daemon)
+        if mismatch:
+            self._refuse(ProtocolError(mismatch))
+            return
+        self.phase = Phase.JOINING
+        join = self._join()
+        self._joins_memory = join.message.kind == pb.ClientMessage.REGISTER
+        self._revision = self._revision or join.revision
+        self._send(join.message, join.descriptors)
+
+    def _engine_told(self, number: int, engine: pb.Engine) -> None:
+        if self._revision_id and number == self._revision_id:
+            self._revision, self._revision_id = "", 0
+        self.tokens_per_chunk = engine.tokens_per_chunk
+        self.namespace = engine.namespace if engine.ready and not self._revision else b""
+        if self.phase is Phase.JOINING and number:
+            self.phase = Phase.LIVE
+            self.opening.settle(None)
+        if self._revision and not self._revision_id and engine.ready:
+            self._ask_revision()
+
+    def _refused(self, number: int, message: pb.DaemonMessage) -> None:
+        if self.phase in (Phase.GREETING, Phase.JOINING):
+            joining = self.phase is Phase.JOINING and self._joins_memory
+            error = LayoutMismatchError if joining else ProtocolError
+            self._refuse(error(message.reason))
+        elif number == 0:
+            self._over(message.reason)
+        elif number in self._tickets:
+            self._tickets.pop(number).settle(b"", False, message.reason)
+        elif number == self._revision_id:
+            self._revision_id = 0
+        else:
+            self._answer(number, message)
+
+    def _refuse(self, error: KVStoreError) -> None:
+        self.refusal = error
+        self._over(str(error))
+
+    def _over(self, reason: str) -> None:
+        self.phase = Phase.OVER
+        self.namespace = b""
+        self.channel.end(reason)
+        self.opening.settle(None)
+
+    def _lost(self) -> None:
+        """The end of the stream: every block is the engine's again, every answer is None."""
+        if self.phase is Phase.LIVE:
+            self._counts.losses += 1
+        self.phase = Phase.OVER
+        self.namespace = b""
+        self.opening.settle(None)
+        for answer in self._answers.values():
+            answer.settle(None)
+        self._answers.clear()
+        held = [held.ticket for held in self._held]
+        for ticket in [*self._tickets.values(), *held]:
+            ticket.settle(b"", False, f"the session was lost: {self.channel.reason}")
+        self._tickets.clear()
+        self._held.clear()
+        self.pending.clear()

@@ -1,0 +1,130 @@
+"""Kinds of setting values: how each is parsed from text, printed back, and what is valid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.units import format_exact_size, parse_duration, parse_share, parse_size
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A size as given: ``nbytes``, or a ``share`` of what the machine has, or neither (auto)."""
+
+    nbytes: int | None = None
+    share: float | None = None
+
+    def automatic(self) -> bool:
+        """Whether the size is left to the daemon."""
+        return self.nbytes is None and self.share is None
+
+    def resolve(self, whole_bytes: int, automatic_bytes: int) -> int:
+        """Bytes, given the whole that a share is of and the choice of auto."""
+        if self.nbytes is not None:
+            return self.nbytes
+        if self.share is not None:
+            return int(self.share * whole_bytes)
+        return automatic_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of value: ``parse`` raises ValueError; ``valid`` says in words what it accepts."""
+
+    valid: str
+    parse: Callable[[str], object]
+    show: Callable[[object], str] = str
+
+
+def amount(text: str) -> Amount:
+    """``auto``, ``off`` or ``0``, a size, or a percentage."""
+    word = text.strip().lower()
+    if word == "auto":
+        return Amount()
+    if word == "off":
+        return Amount(nbytes=0)
+    if word.endswith("%"):
+        return Amount(share=parse_share(word))
+    return Amount(nbytes=parse_size(word))
+
+
+def show_amount(value: object) -> str:
+    """The text that parses back to an Amount or to bytes."""
+    if isinstance(value, Amount):
+        if value.share is not None:
+            return f"{value.share * 100:g}%"
+        return "auto" if value.nbytes is None else format_exact_size(value.nbytes)
+    return format_exact_size(int(str(value)))
+
+
+def integer(least: int, most: int) -> Kind:
+    """A whole number in [least, most]."""
+
+    def parse(text: str) -> object:
+        value = int(text)
+        if not least <= value <= most:
+            raise ValueError(f"{value} is out of range")
+        return value
+
+    return Kind(f"a whole number from {least} to {most}", parse)
+
+
+def duration(least_s: float, most_s: float) -> Kind:
+    """A duration of [least_s, most_s] seconds."""
+
+    def parse(text: str) -> object:
+        value = parse_duration(text)
+        if not least_s <= value <= most_s:
+            raise ValueError(f"{text} is out of range")
+        return value
+
+    valid = f"a duration from {least_s:g}s to {most_s:g}s, such as 60s or 5min"
+    return Kind(valid, parse, lambda value: f"{value}s")
+
+
+def choice(*words: str) -> Kind:
+    """One of a few words."""
+
+    def parse(text: str) -> object:
+        word = {"true": "on", "false": "off"}.get(text.strip().lower(), text.strip().lower())
+        if word not in words:
+            raise ValueError(f"{text!r} is none of them")
+        return word
+
+    return Kind(" or ".join(words), parse)
+
+
+def _path(text: str) -> object:
+    if not text.strip() or "\0" in text:
+        raise ValueError("a path can't be empty")
+    if text == "auto":
+        return None
+    return Path(text.removeprefix("unix:")).expanduser().absolute()
+
+
+def _address(text: str) -> object:
+    if not text.strip():
+        raise ValueError("an address can't be empty")
+    return None if text == "auto" else text.strip()
+
+
+def _bytes(text: str) -> object:
+    return 0 if text.strip().lower() == "off" else parse_size(text.removesuffix("/s"))
+
+
+def _show_optional(value: object) -> str:
+    return "auto" if value is None else str(value)
+
+
+AMOUNT = Kind(
+    "auto, off, a size such as 64MiB or 1.5TiB, or a share such as 20%", amount, show_amount
+)
+SLAB = Kind("auto or a size such as 64MiB", amount, show_amount)
+BYTES = Kind("a size such as 64MiB", _bytes, show_amount)
+RATE = Kind("bytes a second such as 200MiB/s, or 0 for no limit", _bytes, show_amount)
+PATH = Kind("auto or a path", _path, _show_optional)
+ADDRESS = Kind(
+    "auto, unix:/path, or a loopback host:port such as 127.0.0.1:7411", _address, _show_optional
+)

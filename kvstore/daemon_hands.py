@@ -1,0 +1,108 @@
+"""The mover and engines' memory, joined to the engine link: what the composition root ties with."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.core.errors import InvariantError, KVStoreError
+from kvstore.core.layout import Layout
+from kvstore.core.messages import Move, Moved, MoveID, MoveKind, MoveStatus, SessionID
+from kvstore.device.base import Blocks
+from kvstore.device.pages import HostPages
+from kvstore.device.shm import HostMapping, map_memory
+from kvstore.mover import Mover
+from kvstore.server_connections import EnginePages
+
+_HOST_READS = (MoveKind.LOAD, MoveKind.WRITE)
+_HOST_WRITES = (MoveKind.STORE, MoveKind.READ)
+
+
+class MappedPages:
+    """An engine's memory, mapped, and the pages in it. Owned by its session."""
+
+    def __init__(self, mapping: HostMapping, layout: Layout) -> None:
+        self._mapping = mapping
+        self._pages = HostPages(mapping.array, layout)
+
+    def gather(self, blocks: Blocks, out: NDArray[np.uint8]) -> None:
+        """Copy blocks into ``out``."""
+        self._pages.gather(blocks, out)
+
+    def scatter(self, blocks: Blocks, source: NDArray[np.uint8]) -> None:
+        """Copy ``source`` into blocks."""
+        self._pages.scatter(blocks, source)
+
+    def close(self) -> None:
+        """Unmap the memory."""
+        self._mapping.close()
+
+
+@dataclass(frozen=True, slots=True)
+class HostTraffic:
+    """What was read from and written to the host arena so far."""
+
+    reads: int
+    read_bytes: int
+    writes: int
+    write_bytes: int
+
+
+class Hands:
+    """The mover, as the engine link sees it: sessions bring MappedPages, and what passes through
+    the host arena is counted on the way."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._flying: dict[MoveID, Move] = {}
+        self._lock = threading.Lock()
+        self._moves: Counter[MoveKind] = Counter()
+        self._bytes: Counter[MoveKind] = Counter()
+
+    def attach(self, session: SessionID, pages: EnginePages) -> None:
+        """Moves of this session use these pages from now on."""
+        if not isinstance(pages, MappedPages):
+            raise InvariantError(f"daemon: session {session} brings {type(pages).__name__}")
+        self._mover.attach(session, pages)
+
+    def detach(self, session: SessionID) -> None:
+        """No Move of this session comes any more."""
+        self._mover.detach(session)
+
+    def submit(self, move: Move) -> None:
+        """Do this Move, then report Moved."""
+        self._flying[move.id] = move
+        self._mover.submit(move)
+
+    def ended(self, moved: Moved) -> None:
+        """A Move has ended; called in the mover's threads."""
+        move = self._flying.pop(moved.move)
+        if moved.status is MoveStatus.OK:
+            with self._lock:
+                self._moves[move.kind] += 1
+                self._bytes[move.kind] += move.header.payload_bytes
+
+    def traffic(self) -> HostTraffic:
+        """A snapshot."""
+        with self._lock:
+            moves, nbytes = self._moves.copy(), self._bytes.copy()
+        return HostTraffic(
+            reads=sum(moves[kind] for kind in _HOST_READS),
+            read_bytes=sum(nbytes[kind] for kind in _HOST_READS),
+            writes=sum(moves[kind] for kind in _HOST_WRITES),
+            write_bytes=sum(nbytes[kind] for kind in _HOST_WRITES),
+        )
+
+
+def open_pages(fd: int, nbytes: int, layout: Layout) -> MappedPages:
+    """Map an engine's memory; runs in a thread of the link. Raises LayoutMismatchError."""
+    mapping = map_memory(fd, nbytes)
+    try:
+        return MappedPages(mapping, layout)
+    except KVStoreError:
+        mapping.close()
+        raise

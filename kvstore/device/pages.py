@@ -1,0 +1,229 @@
+"""HostPages: gathers and scatters the blocks of an engine's memory on the host.
+
+Theory. All numpy copies here must drop the interpreter lock, or one busy copy thread stalls the
+daemon's loop. ``np.take`` with ``out`` and ``mode="clip"`` does, and so does assignment to
+``rows[index]``; both run at memcpy speed from pages of 16 KiB up. They need the memory as a
+contiguous array of equal rows (``np.take`` silently copies a whole array that isn't contiguous).
+So memory is seen as rows of ``page`` bytes, ``page`` being the greatest common divisor of every
+offset, stride and block size in question, counted from the first tensor's offset; a block is then
+a run of rows, and the row numbers of a chunk are one multiplication and addition over tables made
+at registration:
+
+    index = fixed + row_stride * block_ids[block_of_row]
+
+A group usually has one such view for all its tensors (one copy call for all layers). Where the
+common divisor is small because tensors differ in size (an index cache of 132 bytes a token beside
+MLA's 1152), each tensor gets a view of its own, mostly with whole blocks as rows. Where even that
+leaves rows below 64 bytes, blocks are copied one by one as slices.
+
+``mode="clip"`` hides indices out of range, so IDs are checked before.
+
+Rejected: one strided view per tensor (np.take copies it whole), ``np.put`` and assignment of void
+dtypes (both hold the interpreter lock throughout), a C extension (no bar needs it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.core.errors import LayoutMismatchError
+from kvstore.core.layout import NULL_BLOCK, LayerGroup, Layout, TensorSpan
+from kvstore.device.base import Blocks
+
+_GROUP_PAGE_BYTES_MIN = 4096
+"""One view for a whole group pays from rows of this size on, even if tensors alone had larger."""
+_ROW_BYTES_MIN = 64
+"""Below it a copy per row costs more than a Python call per block."""
+
+_Bytes = NDArray[np.uint8]
+_Index = NDArray[np.intp]
+
+
+class HostPages:
+    """The Pages of host memory: ``array`` uint8 [memory bytes] seen through ``layout``.
+
+    Borrows the array: whoever closes the mapping drops the HostPages first. Immutable, so it
+    works from several threads.
+    """
+
+    def __init__(self, array: _Bytes, layout: Layout) -> None:
+        self._plans = tuple(
+            _plan(array, group, layout.blocks_per_chunk(i)) for i, group in enumerate(layout.groups)
+        )
+
+    def gather(self, blocks: Blocks, out: _Bytes) -> None:
+        """Copy blocks into ``out``; raises LayoutMismatchError before the first byte moves."""
+        work = self._check(blocks, out, "out")
+        for plan, ids, _ in work:
+            if (ids == NULL_BLOCK).any():
+                raise LayoutMismatchError(
+                    f"blocks: group {plan.name!r} names NULL_BLOCK, which can't be stored"
+                )
+        for plan, ids, part in work:
+            for run in plan.runs:
+                run.gather(ids, part[run.start : run.end])
+
+    def scatter(self, blocks: Blocks, source: _Bytes) -> None:
+        """Copy ``source`` into blocks; raises LayoutMismatchError before the first byte moves."""
+        for plan, ids, part in self._check(blocks, source, "source"):
+            present = ids != NULL_BLOCK
+            for run in plan.runs:
+                run.scatter(ids, present, part[run.start : run.end])
+
+    def _check(
+        self, blocks: Blocks, flat: _Bytes, name: str
+    ) -> list[tuple[_GroupPlan, _Index, _Bytes]]:
+        """Each group's plan, block IDs and piece of ``flat``, all checked."""
+        work = []
+        start, last = 0, -1
+        for group, packed in blocks:
+            if not last < group < len(self._plans):
+                raise LayoutMismatchError(
+                    f"blocks: group {group} after {last}; valid are rising indices below "
+                    f"{len(self._plans)}"
+                )
+            plan, last = self._plans[group], group
+            work.append((plan, plan.block_ids(packed), flat[start : start + plan.nbytes]))
+            start += plan.nbytes
+        if flat.nbytes != start or not flat.flags.c_contiguous or flat.dtype != np.uint8:
+            raise LayoutMismatchError(
+                f"blocks: {name} is {flat.dtype} of {flat.nbytes} bytes; valid is contiguous "
+                f"uint8 of {start}"
+            )
+        return work
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupPlan:
+    """How one group's blocks of one chunk lie: ``runs`` make up its ``nbytes`` in order."""
+
+    name: str
+    blocks: int
+    num_blocks: int
+    nbytes: int
+    runs: tuple[_RowRun | _SliceRun, ...]
+
+    def block_ids(self, packed: bytes) -> _Index:
+        if len(packed) != 4 * self.blocks:
+            raise LayoutMismatchError(
+                f"blocks: group {self.name!r} has {len(packed)} bytes of block IDs; valid are "
+                f"{4 * self.blocks} ({self.blocks} a chunk)"
+            )
+        ids = np.frombuffer(packed, dtype="<u4").astype(np.intp)
+        bad = ids[(ids >= self.num_blocks) & (ids != NULL_BLOCK)]
+        if bad.size:
+            raise LayoutMismatchError(
+                f"blocks: group {self.name!r} has no block {bad[0]}; valid are "
+                f"0..{self.num_blocks - 1}"
+            )
+        return ids
+
+
+@dataclass(frozen=True, slots=True)
+class _RowRun:
+    """Bytes [start, end) of a group's piece, copied as rows of one view by one call."""
+
+    start: int
+    end: int
+    rows: _Bytes
+    fixed: _Index
+    row_stride: _Index
+    block_of_row: _Index
+
+    def gather(self, ids: _Index, out: _Bytes) -> None:
+        index = self.fixed + self.row_stride * ids[self.block_of_row]
+        np.take(self.rows, index, axis=0, out=out.reshape(len(index), -1), mode="clip")
+
+    def scatter(self, ids: _Index, present: NDArray[np.bool_], source: _Bytes) -> None:
+        pieces = source.reshape(len(self.fixed), -1)
+        index = self.fixed + self.row_stride * ids[self.block_of_row]
+        if not present.all():
+            keep = present[self.block_of_row]
+            index, pieces = index[keep], pieces[keep]
+        self.rows[index] = pieces
+
+
+@dataclass(frozen=True, slots=True)
+class _SliceRun:
+    """Bytes [start, end) of a group's piece: one tensor's blocks, copied slice by slice."""
+
+    start: int
+    end: int
+    array: _Bytes
+    span: TensorSpan
+
+    def gather(self, ids: _Index, out: _Bytes) -> None:
+        size = self.span.block_bytes
+        for place, block in enumerate(ids.tolist()):
+            np.copyto(out[place * size : (place + 1) * size], self._block(block))
+
+    def scatter(self, ids: _Index, present: NDArray[np.bool_], source: _Bytes) -> None:
+        size = self.span.block_bytes
+        for place in np.flatnonzero(present).tolist():
+            np.copyto(self._block(int(ids[place])), source[place * size : (place + 1) * size])
+
+    def _block(self, block: int) -> _Bytes:
+        start = self.span.offset_bytes + block * self.span.block_stride_bytes
+        return self.array[start : start + self.span.block_bytes]
+
+
+def _plan(array: _Bytes, group: LayerGroup, blocks: int) -> _GroupPlan:
+    page = _page_bytes(group.tensors)
+    alone = min(_page_bytes((span,)) for span in group.tensors)
+    together = page >= min(alone, _GROUP_PAGE_BYTES_MIN)
+    runs: list[_RowRun | _SliceRun] = []
+    start = 0
+    for spans in [group.tensors] if together else [(span,) for span in group.tensors]:
+        end = start + blocks * sum(span.block_bytes for span in spans)
+        if _page_bytes(spans) >= _ROW_BYTES_MIN:
+            runs.append(_row_run(array, spans, blocks, (start, end)))
+        else:
+            runs.extend(_slice_runs(array, spans, blocks, start))
+        start = end
+    return _GroupPlan(group.name, blocks, group.num_blocks(), start, tuple(runs))
+
+
+def _page_bytes(spans: Sequence[TensorSpan]) -> int:
+    """The greatest row size that offsets (from the first), strides and block sizes are multiples
+    of."""
+    first = min(span.offset_bytes for span in spans)
+    sizes = [span.block_bytes for span in spans]
+    sizes += [span.offset_bytes - first for span in spans]
+    sizes += [span.block_stride_bytes for span in spans if span.num_blocks > 1]
+    return math.gcd(*sizes)
+
+
+def _row_run(
+    array: _Bytes, spans: Sequence[TensorSpan], blocks: int, place: tuple[int, int]
+) -> _RowRun:
+    page = _page_bytes(spans)
+    first = min(span.offset_bytes for span in spans)
+    end = max(span.end_bytes() for span in spans)
+    rows = array[first:end].reshape(-1, page)
+    fixed, strides, numbers = [], [], []
+    for span in spans:
+        in_block = np.arange(span.block_bytes // page, dtype=np.intp)
+        base = (span.offset_bytes - first) // page
+        fixed.append(np.tile(base + in_block, blocks))
+        stride = span.block_stride_bytes // page if span.num_blocks > 1 else 0
+        strides.append(np.full(blocks * len(in_block), stride, np.intp))
+        numbers.append(np.repeat(np.arange(blocks, dtype=np.intp), len(in_block)))
+    return _RowRun(
+        *place, rows, np.concatenate(fixed), np.concatenate(strides), np.concatenate(numbers)
+    )
+
+
+def _slice_runs(
+    array: _Bytes, spans: Sequence[TensorSpan], blocks: int, start: int
+) -> list[_RowRun | _SliceRun]:
+    runs: list[_RowRun | _SliceRun] = []
+    for span in spans:
+        end = start + blocks * span.block_bytes
+        runs.append(_SliceRun(start, end, array, span))
+        start = end
+    return runs

@@ -1,0 +1,139 @@
+"""Report: the tables that ``kvstore stats`` prints, made from the document that ``--json``
+prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvstore.units import format_duration, format_size
+
+Document = Mapping[str, Any]
+"""A StatsReply as plain dicts, lists and numbers, with the field names of admin.proto."""
+
+
+def render(document: Document) -> str:
+    """The whole report, without a newline at its end."""
+    sections = [
+        _process(document["process"]),
+        _tiers(document["tiers"]),
+        _traffic(document["traffic"]),
+        _engines(document["engines"]),
+        _spaces(document["spaces"]),
+        _counts("dropped", document["drops"]),
+        _counts("link", document["link"]["counters"]),
+    ]
+    return "\n\n".join(section for section in sections if section)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of text: the first column to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    lines = []
+    for row in (head, *rows):
+        cells = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _process(process: Document) -> str:
+    return (
+        f"kvstore {process['version']}  pid {process['pid']}  "
+        f"up {format_duration(process['uptime_s'])}  "
+        f"resident {format_size(process['resident_bytes'])}  {process['state']}\n"
+        f"engines {process['socket']}  admin {process['admin']}"
+    )
+
+
+def _tiers(tiers: Sequence[Document]) -> str:
+    head = ("tier", "slots", "bytes", "chunks", "hits", "misses", "evicted", "read", "written",
+            "read/s", "written/s", "mode")  # fmt: skip
+    return table(head, [_tier_row(tier) for tier in tiers])
+
+
+def _tier_row(tier: Document) -> tuple[str, ...]:
+    io = tier["io"]
+    notes = [tier["mode"]] + ["scanning"] * tier["scanning"] + ["full"] * tier["full"]
+    errors = io["errors"]
+    if errors:
+        notes.append(f"{errors} I/O errors")
+    return (
+        tier["name"],
+        f"{tier['slots_used']}/{tier['slots_total']}",
+        f"{format_size(tier['bytes_used'])}/{format_size(tier['bytes_total'])}",
+        str(tier["chunks"]),
+        str(tier["hits"]),
+        str(tier["misses"]),
+        str(tier["evictions"]),
+        format_size(io["read_bytes"]),
+        format_size(io["write_bytes"]),
+        format_size(io["read_bytes_s"]),
+        format_size(io["write_bytes_s"]),
+        ", ".join(note for note in notes if note),
+    )
+
+
+def _traffic(traffic: Document) -> str:
+    share = f"{traffic['hit_rate']:.1%}" if traffic["lookup_tokens"] else "no lookup yet"
+    lines = [
+        f"hit rate by tokens {share} ({traffic['hit_tokens']} of {traffic['lookup_tokens']} tokens)"
+        f"  stored {traffic['stored_chunks']} chunks  retrieved {traffic['retrieved_chunks']}",
+        f"sessions {traffic['sessions']}  leases {traffic['leases']}  moves "
+        f"{traffic['moves_in_flight']} in flight, {traffic['moves_queued']} queued  "
+        f"waiting for NVMe {traffic['write_backlog']}",
+    ]
+    rows = [_latency_row(name, traffic[name]) for name in ("lookup", "store", "retrieve")]
+    latencies = table(("latency", "count", "p50", "p90", "p99", "max"), rows)
+    return "\n".join(lines) + "\n\n" + latencies
+
+
+def _latency_row(name: str, latency: Document) -> tuple[str, ...]:
+    if not latency["count"]:
+        return (name, "0", "-", "-", "-", "-")
+    figures = (format_duration(latency[mark]) for mark in ("p50_s", "p90_s", "p99_s", "max_s"))
+    return (name, str(latency["count"]), *figures)
+
+
+def _engines(engines: Sequence[Document]) -> str:
+    if not engines:
+        return "no engine is registered"
+    rows = [
+        (
+            engine["engine"],
+            engine["alias"] or engine["model"],
+            engine["tenant"],
+            "ready" if engine["ready"] else "waiting for ranks",
+            f"{engine['ranks_registered']}/{engine['ranks']}",
+            str(engine["sessions"]),
+            engine["fingerprint"][:16],
+        )
+        for engine in engines
+    ]
+    head = ("engine", "model", "tenant", "state", "ranks", "sessions", "fingerprint")
+    return table(head, rows)
+
+
+def _spaces(spaces: Sequence[Document]) -> str:
+    if not spaces:
+        return ""
+    rows = [
+        (
+            f"{space['model']} ({space['alias']})" if space["alias"] else space["model"],
+            space["tenant"],
+            space["namespace"][:16],
+            str(space["epoch"]),
+            str(space["chunks"]),
+        )
+        for space in spaces
+    ]
+    return table(("model", "tenant", "namespace", "epoch", "chunks"), rows)
+
+
+def _counts(title: str, counts: Mapping[str, int]) -> str:
+    shown = {name: count for name, count in counts.items() if count}
+    if not shown:
+        return ""
+    return f"{title}: " + ", ".join(f"{name} {count}" for name, count in sorted(shown.items()))

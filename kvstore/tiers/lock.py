@@ -1,0 +1,45 @@
+"""FolderLock: keeps a second daemon out of a folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from kvstore.core.errors import TierUnavailableError
+
+FILE_NAME = "lock"
+
+
+class FolderLock:
+    """A lock on a folder, held by this process until ``release`` or its end, however it ends.
+
+    The file ``lock`` stays behind; it holds the process ID of the last holder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._fds: list[int] = []
+
+    def acquire(self) -> None:
+        """Take the lock. Raises TierUnavailableError, naming folder and holder, if another has
+        it."""
+        path = self._folder / FILE_NAME
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(fd)
+            raise TierUnavailableError(
+                f"nvme: {self._folder} is in use by process {holder}; stop it or choose another "
+                "folder"
+            ) from error
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode("ascii"), 0)
+        self._fds.append(fd)
+
+    def release(self) -> None:
+        """Let go of the lock. Idempotent."""
+        while self._fds:
+            os.close(self._fds.pop())

@@ -1,0 +1,114 @@
+"""SlabScan: finds out at start what every slot of every slab file holds.
+
+Only headers are read. A header tells whether it is whole itself, but not whether the payload
+behind it is: a daemon killed in the middle of a write may leave a new header and half a payload.
+Such a write was among the last ones. So after an unclean stop the slots with the highest write
+sequences are held back until all headers are read, and their payloads are verified too. (Whatever
+a scan says, a read verifies everything again.)
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.codecs.base import HEADER_BYTES, is_free, unpack
+from kvstore.core.errors import ChunkCorruptError
+from kvstore.core.messages import ChunkHeader, Place, ScannedSlot, TierName
+from kvstore.tiers.base import SCAN_BATCH_SLOTS, ScanReport
+from kvstore.tiers.slabs import SlabFolder, aligned_empty
+
+_log = logging.getLogger(__name__)
+
+_Verify = Callable[[Place, ChunkHeader], bool]
+
+
+class SlabScan:
+    """One scan of a folder, in one thread. ``newest`` slots by sequence are verified in full with
+    ``verify``."""
+
+    def __init__(self, folder: SlabFolder, newest: int, verify: _Verify) -> None:
+        self._folder = folder
+        self._newest = newest
+        self._verify = verify
+        self._batch: list[ScannedSlot] = []
+        self._held: list[tuple[int, int, ScannedSlot]] = []
+        self._slots = 0
+        self._damaged = 0
+
+    def run(self, report: ScanReport, stop: threading.Event) -> None:
+        """Report every slot once, in batches; return early once ``stop`` is set."""
+        block = aligned_empty(HEADER_BYTES)
+        for slab, slot_bytes in self._folder.slabs().items():
+            with self._folder.existing(slab, slot_bytes) as fd:
+                end = os.fstat(fd).st_size
+                for index in range(self._folder.slots(slot_bytes)):
+                    if stop.is_set():
+                        return
+                    place = Place(TierName.NVME, slab, index, slot_bytes)
+                    self._found(place, self._header(fd, place, block, end), report)
+        for _, _, slot in sorted(self._held):
+            if stop.is_set():
+                return
+            self._settle(slot, report)
+        self._flush(report)
+        _log.info("nvme: scanned %d slots, %d damaged", self._slots, self._damaged)
+
+    def _header(
+        self, fd: int, place: Place, block: NDArray[np.uint8], end: int
+    ) -> ChunkHeader | None:
+        """What stands in a slot's header, None unless it is whole and its chunk fits."""
+        offset = place.index * place.slot_bytes
+        if offset + HEADER_BYTES > end:
+            return None
+        try:
+            if self._folder.io.preadv(fd, [block], offset) < HEADER_BYTES:
+                return None
+            header, payload = unpack(block)
+        except ChunkCorruptError:
+            self._damaged += not is_free(block)
+            return None
+        except OSError as error:
+            _log.warning("nvme: slab %d slot %d: %s", place.slab, place.index, error)
+            self._damaged += 1
+            return None
+        room = min(place.slot_bytes, end - offset) - HEADER_BYTES
+        if payload.stored_bytes > room or header.payload_bytes > room:
+            self._damaged += 1
+            return None
+        return header
+
+    def _found(self, place: Place, header: ChunkHeader | None, report: ScanReport) -> None:
+        self._slots += 1
+        slot = ScannedSlot(place, header)
+        if header is None or not self._newest:
+            self._add(slot, report)
+            return
+        entry = (header.sequence, self._slots, slot)
+        if len(self._held) < self._newest:
+            heapq.heappush(self._held, entry)
+        else:
+            self._add(heapq.heappushpop(self._held, entry)[2], report)
+
+    def _settle(self, slot: ScannedSlot, report: ScanReport) -> None:
+        """Report a slot that was held back, after a look at its payload."""
+        if slot.header is not None and not self._verify(slot.place, slot.header):
+            self._damaged += 1
+            slot = ScannedSlot(slot.place, None)
+        self._add(slot, report)
+
+    def _add(self, slot: ScannedSlot, report: ScanReport) -> None:
+        self._batch.append(slot)
+        if len(self._batch) == SCAN_BATCH_SLOTS:
+            self._flush(report)
+
+    def _flush(self, report: ScanReport) -> None:
+        if self._batch:
+            report(tuple(self._batch))
+            self._batch = []

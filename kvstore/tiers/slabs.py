@@ -1,0 +1,299 @@
+"""SlabFolder: the preallocated files of the NVMe tier and how they are opened, made and grown.
+
+Slab *n* cut into slots of *s* bytes is the file ``slab_<n>_<s>.kv`` of ``slab_bytes // s`` slots;
+there is at most one file a slab, so their sum never exceeds the tier's limit. A slab that is cut
+anew gets a new file, after the old one is gone: no stale header survives in it.
+
+Files are opened on first use and closed when long unused, so that a tier of thousands of slabs
+needs few descriptors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.codecs.base import HEADER_BYTES
+from kvstore.core.errors import TierUnavailableError
+from kvstore.core.messages import Place
+from kvstore.tiers import lock, manifest
+
+_log = logging.getLogger(__name__)
+
+BLOCK_BYTES = 4096
+"""What offsets, lengths and addresses of direct I/O are multiples of."""
+OPEN_FILES_MAX = 128
+_NAME = re.compile(r"slab_(0|[1-9][0-9]{0,8})_([1-9][0-9]{0,15})\.kv")
+_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class DirectIO(Enum):
+    """Whether the page cache is bypassed: AUTO where the file system can, REQUIRED or the tier
+    doesn't open, OFF never."""
+
+    AUTO = "auto"
+    REQUIRED = "required"
+    OFF = "off"
+
+
+class BlockIO:
+    """The system calls on slab files, in one place so that a test can break them."""
+
+    def preadv(self, fd: int, buffers: Sequence[NDArray[np.uint8]], offset: int) -> int:
+        """Read into buffers; returns the bytes read, maybe fewer than asked for."""
+        return os.preadv(fd, [buffer.data for buffer in buffers], offset)
+
+    def pwritev(
+        self, fd: int, buffers: Sequence[NDArray[np.uint8]], offset: int, flags: int = 0
+    ) -> int:
+        """Write buffers; returns the bytes written, maybe fewer than asked for."""
+        return os.pwritev(fd, [buffer.data for buffer in buffers], offset, flags)
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Reserve the file's first ``nbytes`` on the device, so that later writes find room."""
+        os.posix_fallocate(fd, 0, nbytes)
+
+
+def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
+    """An uninitialised buffer that starts at a multiple of BLOCK_BYTES."""
+    buffer = np.empty(nbytes + BLOCK_BYTES, np.uint8)
+    start = -buffer.ctypes.data % BLOCK_BYTES
+    return buffer[start : start + nbytes]
+
+
+@dataclass(slots=True)
+class _OpenFile:
+    fd: int
+    users: int = 0
+
+
+class SlabFolder:
+    """The slab files of one folder; thread-safe. Owns their descriptors."""
+
+    def __init__(self, folder: Path, slab_bytes: int, direct: DirectIO, io: BlockIO) -> None:
+        self.slab_bytes = slab_bytes
+        self.io = io
+        self.mode = "closed"
+        self.direct = False
+        self._folder = folder
+        self._wanted = direct
+        self._lock = threading.Lock()
+        self._making = threading.Lock()
+        self._open: OrderedDict[tuple[int, int], _OpenFile] = OrderedDict()
+        self._cut: dict[int, int] = {}
+        self._whole: set[tuple[int, int]] = set()
+        self._written: set[tuple[int, int]] = set()
+
+    def open(self, slabs: int) -> None:
+        """Find out what the file system can and which slabs exist; files beyond the limit of
+        ``slabs`` are removed. Raises TierUnavailableError where REQUIRED direct I/O is refused."""
+        self._choose_mode()
+        found: dict[int, tuple[int, int]] = {}
+        strange = []
+        for entry in os.scandir(self._folder):
+            match = _NAME.fullmatch(entry.name)
+            slot_bytes = int(match[2]) if match else 0
+            if match is None or not self.is_slot_size(slot_bytes):
+                strange.append(entry.name)
+                continue
+            slab, age = int(match[1]), entry.stat(follow_symlinks=False).st_mtime_ns
+            if slab >= slabs:
+                self._remove(slab, slot_bytes, f"the limit is {slabs} slabs now")
+            elif slab not in found:
+                found[slab] = (age, slot_bytes)
+            else:
+                (_, old), new = sorted((found[slab], (age, slot_bytes)))
+                self._remove(slab, old, "the slab has a newer file")
+                found[slab] = new
+        self._cut = {slab: slot_bytes for slab, (_, slot_bytes) in sorted(found.items())}
+        self._report_strange(strange)
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        with self._lock:
+            while self._open:
+                os.close(self._open.popitem()[1].fd)
+        self._cut, self._whole, self._written = {}, set(), set()
+        self.mode = "closed"
+
+    def slabs(self) -> dict[int, int]:
+        """Slab -> slot bytes of every file there is, in slab order; a copy."""
+        with self._lock:
+            return dict(sorted(self._cut.items()))
+
+    def slots(self, slot_bytes: int) -> int:
+        """Slots of a slab that is cut so."""
+        return self.slab_bytes // slot_bytes
+
+    def is_slot_size(self, slot_bytes: int) -> bool:
+        """Whether a slab can be cut into slots of this size."""
+        return slot_bytes % BLOCK_BYTES == 0 and HEADER_BYTES < slot_bytes <= self.slab_bytes
+
+    def remove_all(self, why: str) -> None:
+        """Remove every slab file."""
+        for slab, slot_bytes in self.slabs().items():
+            self._remove(slab, slot_bytes, why)
+        manifest.sync_folder(self._folder)
+
+    @contextmanager
+    def existing(self, slab: int, slot_bytes: int) -> Iterator[int]:
+        """The descriptor of a slab's file for reading, or for writing inside it. Raises
+        FileNotFoundError where the slab has no file cut so."""
+        key = (slab, slot_bytes)
+        with self._lock:
+            file = self._open.get(key)
+            if file is None:
+                if self._cut.get(slab) != slot_bytes:
+                    raise FileNotFoundError(f"nvme: slab {slab} isn't cut into {slot_bytes}")
+                flags = _FLAGS | (os.O_DIRECT if self.direct else 0)
+                file = self._open[key] = _OpenFile(os.open(self._path(*key), flags))
+            file.users += 1
+            self._open.move_to_end(key)
+            self._close_idle()
+        try:
+            yield file.fd
+        finally:
+            with self._lock:
+                file.users -= 1
+                if self._open.get(key) is not file and not file.users:
+                    os.close(file.fd)
+
+    @contextmanager
+    def allocated(self, place: Place) -> Iterator[int]:
+        """The descriptor of a slab's file for writing, made or grown to its full size before.
+
+        Raises OSError (ENOSPC for a full device) and leaves no half-made file then.
+        """
+        key = (place.slab, place.slot_bytes)
+        if key not in self._whole:
+            with self._making:
+                if key not in self._whole:
+                    self._make(*key)
+        self._written.add(key)
+        with self.existing(*key) as fd:
+            yield fd
+
+    def sync(self) -> None:
+        """Make everything that was written durable. Raises OSError."""
+        for key in sorted(self._written):
+            if self._cut.get(key[0]) == key[1]:
+                with self.existing(*key) as fd:
+                    os.fsync(fd)
+        self._written.clear()
+
+    def _make(self, slab: int, slot_bytes: int) -> None:
+        """Bring a slab's file to its full size; the only place that takes room on the device."""
+        old = self._cut.get(slab)
+        if old is not None and old != slot_bytes:
+            self._remove(slab, old, f"the slab is cut into {slot_bytes} bytes now")
+            old = None
+        path = self._path(slab, slot_bytes)
+        if not path.exists():
+            old = None
+        # A descriptor of its own, not direct: the emulation of fallocate writes single bytes.
+        fd = os.open(path, _FLAGS | (0 if old else os.O_CREAT | os.O_TRUNC), 0o600)
+        try:
+            self._allocate(fd, slot_bytes)
+        except OSError:
+            if old is None:
+                path.unlink()
+            raise
+        finally:
+            os.close(fd)
+        manifest.sync_folder(self._folder)
+        with self._lock:
+            self._cut[slab] = slot_bytes
+            self._whole.add((slab, slot_bytes))
+
+    def _allocate(self, fd: int, slot_bytes: int) -> None:
+        """Give a file its full size; after an error it has the size that it had.
+
+        A file that was cut off in the middle of a slot loses that slot's header first: its payload
+        would come back as zeros.
+        """
+        nbytes = self.slots(slot_bytes) * slot_bytes
+        before = os.fstat(fd)
+        if before.st_size >= nbytes and before.st_blocks * 512 >= nbytes:
+            return
+        if before.st_size % slot_bytes:
+            os.ftruncate(fd, before.st_size - before.st_size % slot_bytes)
+        try:
+            self.io.allocate(fd, nbytes)
+        except OSError:
+            os.ftruncate(fd, min(before.st_size, nbytes) // slot_bytes * slot_bytes)
+            raise
+        os.fsync(fd)
+
+    def _remove(self, slab: int, slot_bytes: int, why: str) -> None:
+        key = (slab, slot_bytes)
+        with self._lock:
+            self._whole.discard(key)
+            if self._cut.get(slab) == slot_bytes:
+                del self._cut[slab]
+            file = self._open.pop(key, None)
+            if file is not None and not file.users:
+                os.close(file.fd)
+        self._path(slab, slot_bytes).unlink(missing_ok=True)
+        _log.info("nvme: removed %s: %s", self._path(slab, slot_bytes), why)
+
+    def _close_idle(self) -> None:
+        """Close the files that were unused longest, down to OPEN_FILES_MAX; called with the
+        lock."""
+        if len(self._open) <= OPEN_FILES_MAX:
+            return
+        for key, file in list(self._open.items()):
+            if not file.users:
+                os.close(file.fd)
+                del self._open[key]
+                return
+
+    def _choose_mode(self) -> None:
+        if self._wanted is DirectIO.OFF:
+            self.direct, self.mode = False, "buffered (as configured)"
+            return
+        refusal = self._direct_refusal()
+        if refusal and self._wanted is DirectIO.REQUIRED:
+            raise TierUnavailableError(
+                f"nvme: {self._folder}: the file system refuses O_DIRECT ({refusal}); choose "
+                "another folder or allow buffered I/O"
+            )
+        self.direct = not refusal
+        self.mode = f"buffered (O_DIRECT refused: {refusal})" if refusal else "direct"
+        _log.info("nvme: %s is %s", self._folder, self.mode)
+
+    def _direct_refusal(self) -> str:
+        """Why direct I/O doesn't work here, found out by reading the lock file so; else empty."""
+        try:
+            fd = os.open(self._folder / lock.FILE_NAME, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError as error:
+            return str(error.strerror)
+        try:
+            self.io.preadv(fd, [aligned_empty(BLOCK_BYTES)], 0)
+        except OSError as error:
+            return str(error.strerror)
+        finally:
+            os.close(fd)
+        return ""
+
+    def _report_strange(self, names: list[str]) -> None:
+        known = {lock.FILE_NAME, manifest.FILE_NAME, manifest.RESERVE_NAME}
+        unknown = sorted(set(names) - known)
+        if unknown:
+            _log.warning(
+                "nvme: %s: left alone %d unknown names: %s",
+                self._folder, len(unknown), ", ".join(unknown[:10]),
+            )  # fmt: skip
+
+    def _path(self, slab: int, slot_bytes: int) -> Path:
+        return self._folder / f"slab_{slab}_{slot_bytes}.kv"

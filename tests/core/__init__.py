@@ -1,0 +1,1 @@
+"""Unit tests of the pure core: tiny capacities, one behaviour each, invariants after every event."""

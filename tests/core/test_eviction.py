@@ -1,0 +1,348 @@
+"""Eviction: only leaves leave, the coldest first; what is pinned or leased stays, and is a
+candidate again afterwards."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.core.eviction import POLICIES, FirstInFirstOut, LeastRecentlyUsed, Policy
+from kvstore.core.layout import Part
+from kvstore.core.messages import MoveID, SpaceRecord
+from kvstore.core.slots import Slot
+from kvstore.core.spaces import Space
+from kvstore.core.stats import Drop
+from kvstore.core.tree_nodes import Copy
+from tests.core.driver import Driver, limits
+from tests.core.forest import Forest, key
+
+MOVE = MoveID(99)
+
+
+def copies(count: int) -> list[Copy]:
+    """Root copies that were used one after another; all their shards are there."""
+    space = Space(SpaceRecord("t", b"n", "m", "", 0), 1, persisted=True)
+    found = [Copy(space, key(chr(97 + place)), 0, None) for place in range(count)]
+    for place, copy in enumerate(found):
+        copy.last_use, copy.ready[Part.FULL] = place + 1, 1
+    return found
+
+
+def slot_of(forest: Forest, name: str, part: Part = Part.FULL, shard: int = 0) -> Slot:
+    """A chunk's slot."""
+    slot = forest.copy(name).slot(part, shard)
+    assert slot is not None
+    return slot
+
+
+# ---------------------------------------------------------------- policies
+
+
+@pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
+def test_a_policy_returns_each_candidate_once(make: type[Policy]) -> None:
+    """Offered twice, held once; taken, forgotten; offered again, held again."""
+    policy, (a, b) = make(), copies(2)
+    for copy in (a, b, a, b):
+        policy.offer(copy)
+    assert [policy.take(lambda _: True) for _ in range(3)] == [a, b, None]
+    policy.offer(b)
+    assert policy.take(lambda _: True) is b
+
+
+@pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
+def test_a_policy_forgets_what_is_not_evictable_until_it_is_offered_again(
+    make: type[Policy],
+) -> None:
+    """"a" is pinned when it comes up: "b" is taken; "a" comes back with its next offer only."""
+    policy, (a, b) = make(), copies(2)
+    policy.offer(a)
+    policy.offer(b)
+    assert policy.take(lambda copy: copy is not a) is b
+    assert policy.take(lambda _: True) is None
+    policy.offer(a)
+    assert policy.take(lambda _: True) is a
+
+
+@pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
+def test_coldest_use_takes_nothing(make: type[Policy]) -> None:
+    """Asked any number of times, it names what ``take`` then returns."""
+    policy, (a, b) = make(), copies(2)
+    policy.offer(b)
+    policy.offer(a)
+    assert policy.coldest_use(lambda _: True) == policy.coldest_use(lambda _: True)
+    assert policy.take(lambda _: True) is not None
+    assert policy.take(lambda _: True) is not None
+    assert policy.coldest_use(lambda _: True) is None
+
+
+def test_lru_sees_uses_after_the_offer() -> None:
+    """"a" was offered first and is used again: "b" leaves first."""
+    policy, (a, b) = LeastRecentlyUsed(), copies(2)
+    policy.offer(a)
+    policy.offer(b)
+    a.last_use = 9
+    assert policy.take(lambda _: True) is b
+
+
+def test_fifo_does_not() -> None:
+    """What was offered first leaves first, whatever was used."""
+    policy, (a, b) = FirstInFirstOut(), copies(2)
+    policy.offer(a)
+    policy.offer(b)
+    a.last_use = 9
+    assert policy.take(lambda _: True) is a
+
+
+def test_an_incomplete_family_leaves_first() -> None:
+    """"b" lacks a shard: it leaves before "a", which was used earlier."""
+    policy, (a, b) = LeastRecentlyUsed(), copies(2)
+    b.ready[Part.FULL] = 0
+    policy.offer(a)
+    policy.offer(b)
+    assert policy.take(lambda _: True) is b
+
+
+def test_heap_does_not_keep_copies_that_are_gone() -> None:
+    """A tier that never fills is cleared again and again: the policy's heap must not grow with
+    chunks that left long ago, else the daemon's memory grows for ever (it runs for months)."""
+    made: list[LeastRecentlyUsed] = []
+
+    def policy() -> Policy:
+        made.append(LeastRecentlyUsed())
+        return made[-1]
+
+    driver = Driver(limits(host_slots=8), policy=policy)
+    engine = driver.engine()
+    for _ in range(100):
+        assert engine.put(engine.chain(4)) == bytes([1] * 4)
+        driver.clear()
+        driver.tick()
+    held = sum(len(lru._heap) for lru in made)
+    assert held <= 16, f"{held} candidates are held, where 8 slots are all there is"
+
+
+# ---------------------------------------------------------------- which chunk leaves
+
+
+def test_only_leaves_leave_and_the_coldest_first() -> None:
+    """"a" is the coldest but has a child: its leaf "ab" leaves before the newer "x"; as a leaf, "a"
+    counts as used when "ab" was, and goes before "x" too."""
+    forest = Forest(slots=3)
+    forest.put("a", "ab", "x", "y")
+    assert forest.names() == {"a", "x", "y"}
+    forest.put("z")
+    assert forest.names() == {"x", "y", "z"}
+
+
+def test_a_parent_inherits_the_recency_of_its_last_child() -> None:
+    """"ab" was used after "x": when "ab" has left, "a" counts as used then, so "x" goes next."""
+    forest = Forest(slots=3)
+    forest.put("a", "x", "ab")
+    forest.tree.touch(forest.copy("x"))
+    forest.tree.touch(forest.copy("ab"))
+    x = forest.copy("x")
+    forest.tree.lease(x)
+    forest.put("y")
+    assert forest.names() == {"a", "x", "y"}
+    forest.tree.unlease(x)
+    forest.put("z")
+    assert forest.names() == {"a", "y", "z"}
+
+
+def test_a_whole_chain_leaves_from_its_tail() -> None:
+    """A cold chain of four makes way one by one, always a prefix of it staying a hit."""
+    forest = Forest(slots=4)
+    forest.put("a", "ab", "abc", "abcd")
+    for left, name in zip((3, 2, 1), "xyz", strict=True):
+        forest.put(name)
+        assert forest.run("abcd") == left
+
+
+def test_head_that_two_prefixes_share_outlives_both_tails() -> None:
+    """Field case 88: head "a", tails "ab" and "ac"; two new chunks take the tails, the head
+    stays."""
+    forest = Forest(slots=3)
+    forest.put("a", "ab", "ac", "x", "xy")
+    assert forest.names() == {"a", "x", "xy"}
+
+
+def test_evicting_thirty_of_a_hundred_chunks_leaves_the_leading_seventy() -> None:
+    """Field case 88: a prefix of 100 chunks is stored in 10 batches, the head looked up in between;
+    another prompt of 30 chunks is stored: chunks 0..69 remain, and a lookup says 70."""
+    driver = Driver(limits(host_slots=100))
+    engine = driver.engine()
+    keys = engine.chain(100)
+    for start in range(0, 100, 10):
+        assert engine.put(keys[start : start + 10]) == bytes([1] * 10)
+        assert engine.peek(keys[:1]) == 1
+    assert engine.put(engine.chain(30, seed=1)) == bytes([1] * 30)
+    assert driver.tier().evictions == 30
+    assert engine.peek(keys) == 70
+
+
+def test_an_incomplete_family_leaves_before_whole_ones() -> None:
+    """Rank 1 never stored "x": its place is taken first, though "x" is the newest."""
+    forest = Forest(slots=5, shards=2)
+    forest.put("a", "b")
+    forest.land(forest.reserve("x", 0))
+    forest.reserve("y", 0)
+    assert forest.names() == {"a", "b", "y"}
+
+
+def test_all_shards_of_a_family_leave_together() -> None:
+    """One slot is needed, the whole family goes: a family without a shard is no hit."""
+    forest = Forest(slots=4, shards=2)
+    forest.put("a", "b")
+    forest.reserve("x", 0)
+    assert forest.names() == {"b", "x"}
+    assert forest.used() == 3
+
+
+# ---------------------------------------------------------------- what stays
+
+
+def test_a_leased_chunk_stays_and_is_a_candidate_again_afterwards() -> None:
+    """Two slots, both leased: no room. The lease of the colder one ends: it leaves."""
+    forest = Forest(slots=2)
+    forest.put("a", "b")
+    forest.tree.lease(forest.copy("a"))
+    forest.tree.lease(forest.copy("b"))
+    assert forest.try_reserve("x") is Drop.HOST_FULL
+    forest.tree.unlease(forest.copy("b"))
+    forest.put("x")
+    assert forest.names() == {"a", "x"}
+    forest.tree.unlease(forest.copy("a"))
+    forest.put("y")
+    assert forest.names() == {"x", "y"}
+
+
+def test_a_lease_on_the_tail_keeps_the_whole_prefix() -> None:
+    """"abc" is leased: nothing of its path may leave, however cold."""
+    forest = Forest(slots=4)
+    forest.put("a", "ab", "abc", "x")
+    forest.tree.lease(forest.copy("abc"))
+    forest.put("y")
+    assert forest.try_reserve("yz") is Drop.HOST_FULL
+    assert forest.run("abc") == 3
+
+
+def test_a_pinned_chunk_stays_and_is_a_candidate_again_afterwards() -> None:
+    """Field case 27: a LOAD reads "a" while everything evictable is forced out: it stays until the
+    Moved, and leaves then."""
+    forest = Forest(slots=2)
+    forest.put("a", "b")
+    slot = slot_of(forest, "a")
+    slot.hold(MOVE)
+    forest.put("c", "d")
+    assert forest.names() == {"a", "d"}
+    forest.tree.let_go(slot, MOVE)
+    forest.put("e")
+    assert forest.names() == {"d", "e"}
+
+
+def test_a_pin_on_one_shard_keeps_the_family() -> None:
+    """Rank 1's slot is being read: rank 0's may not leave either."""
+    forest = Forest(slots=2, shards=2)
+    forest.put("a")
+    slot = slot_of(forest, "a", shard=1)
+    slot.hold(MOVE)
+    assert forest.try_reserve("b") is Drop.HOST_FULL
+    forest.tree.let_go(slot, MOVE)
+    forest.put("b")
+    assert forest.names() == {"b"}
+
+
+def test_no_candidate_is_lost_over_many_rounds_of_pins_and_leases() -> None:
+    """Field case 46: each of four chunks in turn is protected by a lease and a Move while all the
+    others are forced out, and let go. In the end a fill evicts everything: a candidate that was
+    forgotten on the way would show as a refusal."""
+    forest = Forest(slots=4)
+    forest.put("a", "b", "c", "d")
+    for turn in range(50):
+        kept = sorted(forest.names())[turn % 4]
+        slot = slot_of(forest, kept)
+        forest.tree.lease(forest.copy(kept))
+        slot.hold(MOVE)
+        fresh = [name for name in "abcdefgh" if not forest.has(name)][:3]
+        forest.put(*fresh)
+        assert forest.names() == {kept, *fresh}
+        assert forest.try_reserve(kept + "~") is not Drop.PARENT_MISSING
+        forest.fail(slot_of(forest, kept + "~"))
+        forest.put(next(name for name in "abcdefgh" if not forest.has(name)))
+        if turn % 2:
+            forest.tree.let_go(slot, MOVE)
+            forest.tree.unlease(forest.copy(kept))
+        else:
+            forest.tree.unlease(forest.copy(kept))
+            forest.tree.let_go(slot, MOVE)
+    forest.put(*"WXYZ")
+    assert forest.names() == set("WXYZ")
+
+
+def test_a_leaf_that_loses_its_child_to_a_failure_is_a_candidate_again() -> None:
+    """"ab" fails after "a" was passed over as a parent: "a" may leave now."""
+    forest = Forest(slots=2)
+    forest.put("a")
+    ab = forest.reserve("ab")
+    assert forest.try_reserve("x") is Drop.HOST_FULL
+    forest.fail(ab)
+    forest.put("x", "y")
+    assert forest.names() == {"x", "y"}
+
+
+def test_a_leaf_that_loses_its_child_to_doom_is_a_candidate_again() -> None:
+    """The same, where the child's bytes turned out bad."""
+    forest = Forest(slots=2)
+    forest.put("a", "ab")
+    forest.tree.doom(forest.copy("ab"))
+    forest.sweep_all()
+    forest.put("x", "y")
+    assert forest.names() == {"x", "y"}
+
+
+# ---------------------------------------------------------------- window parts
+
+
+def test_window_parts_leave_before_whole_chunks() -> None:
+    """Three full parts and one window part: the newcomer takes the window part's slot, though its
+    chunk is the newest; the chunk stays."""
+    forest = Forest(slots=4)
+    forest.put("a", "b", "c")
+    forest.land(forest.reserve("c", part=Part.WINDOW))
+    forest.put("d")
+    assert forest.names() == {"a", "b", "c", "d"}
+    assert not forest.copy("c").window_visible()
+    assert forest.run("c") == 1
+
+
+def test_the_window_part_of_a_parent_may_leave() -> None:
+    """A window part isn't part of the prefix order: "a" has a child and loses its window part."""
+    forest = Forest(slots=3)
+    forest.put("a")
+    forest.land(forest.reserve("a", part=Part.WINDOW))
+    forest.put("ab", "x")
+    assert forest.names() == {"a", "ab", "x"}
+
+
+def test_a_leased_chunk_keeps_its_window_part() -> None:
+    """A hit needs the window parts of its last chunks until it was retrieved."""
+    forest = Forest(slots=2)
+    forest.put("a")
+    forest.land(forest.reserve("a", part=Part.WINDOW))
+    forest.tree.lease(forest.copy("a"))
+    assert forest.try_reserve("x") is Drop.HOST_FULL
+    forest.tree.unlease(forest.copy("a"))
+    forest.put("x")
+    assert forest.names() == {"a", "x"}
+
+
+def test_a_window_part_that_was_evicted_can_be_stored_again() -> None:
+    """Its place went to "b"; when "b" has left, the chunk gets its window part back."""
+    forest = Forest(slots=2)
+    forest.put("a")
+    forest.land(forest.reserve("a", part=Part.WINDOW))
+    forest.put("b")
+    assert not forest.copy("a").window_visible()
+    forest.tree.touch(forest.copy("a"))
+    forest.land(forest.reserve("a", part=Part.WINDOW))
+    assert forest.names() == {"a"}
+    assert forest.copy("a").window_visible()

@@ -1,0 +1,308 @@
+"""Actors: engines that obey the rules. They come and go, look up, retrieve, compute, store, cancel
+and forget; a block is used again only after a completion, an acknowledged cancel or EOF."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvstore.core.keys import ChunkKeys, KeyContext, prefix_keys
+from kvstore.core.layout import NULL_BLOCK
+from kvstore.core.messages import (
+    Attach,
+    Cancel,
+    Completed,
+    EngineState,
+    Lookup,
+    LookupReply,
+    Register,
+    Release,
+    Reply,
+    Retrieve,
+    SessionID,
+    SetRevision,
+    Store,
+)
+from tests.sim.shapes import TOKENS_PER_CHUNK, EngineShape
+from tests.sim.views import SessionView
+from tests.sim.world import World
+
+Blocks = tuple[bytes, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request of an engine: a prompt on its way through the cache."""
+
+    name: str
+    keys: ChunkKeys
+    hit: int = 0
+    stored: int = 0
+    open: int = 0
+    stage: str = "new"
+
+
+@dataclass(slots=True, eq=False)
+class FakeEngine:
+    """All processes of one engine, and the requests that it works on."""
+
+    world: World
+    shape: EngineShape
+    prompts: list[tuple[list[int], KeyContext]]
+    workers: dict[int, SessionView] = field(default_factory=dict)
+    scheduler: SessionView | None = None
+    jobs: list[Job] = field(default_factory=list)
+    tickets: list[tuple[SessionID, int]] = field(default_factory=list)
+    closing: int = 0
+    made: int = 0
+
+    def act(self) -> None:
+        """Do one thing, as chance has it."""
+        rng = self.world.rng
+        if self._absent() and rng.random() < 0.5:
+            self.join()
+        elif rng.random() < self.world.setting.faults.close_rate:
+            self.leave(rng.choice([*self.workers.values(), self.scheduler]))
+        elif rng.random() < self.world.setting.faults.revision_rate and self.workers:
+            session = rng.choice(list(self.workers.values()))
+            self.world.request(session.id, SetRevision(f"r{rng.randint(0, 3)}"))
+        elif self.tickets and rng.random() < self.world.setting.faults.cancel:
+            session, number = rng.choice(self.tickets)
+            if session in self.world.model.sessions and not self._gone(session):
+                self.world.request(session, Cancel(number + (rng.random() < 0.1)))
+        elif len(self.jobs) < 4 and (not self.jobs or rng.random() < 0.3):
+            self._begin()
+        elif self.jobs:
+            self._advance(rng.choice(self.jobs))
+
+    def namespace(self) -> bytes:
+        """The digest that keys start from; empty while the engine isn't ready."""
+        sessions = [s for s in [*self.workers.values(), self.scheduler] if s is not None]
+        return sessions[0].namespace if sessions else b""
+
+    # ------------------------------------------------------------ processes
+
+    def join(self) -> None:
+        """Start one process that isn't there."""
+        world, rng = self.world, self.world.rng
+        absent = self._absent()
+        if not absent:
+            return
+        rank = rng.choice(absent)
+        view = world.connect(self.shape, rank)
+        shape = self.shape
+        if rank is None:
+            self.scheduler = view
+            world.request(view.id, Attach(shape.engine, shape.tenant), self._joined(view))
+            return
+        self.workers[rank] = view
+        register = Register(
+            shape.engine, shape.tenant, shape.namespace, shape.layout, shape.shards[rank]
+        )
+        world.request(view.id, register, self._joined(view))
+
+    def leave(self, view: SessionView | None) -> None:
+        """One process dies, or its connection breaks."""
+        if view is None or view.closed:
+            return
+        view.closed = True
+        if view.memory is None:
+            self.scheduler = None
+        else:
+            self.workers.pop(view.rank, None)
+        self.closing += 1
+        self.world.close(view.id, self._closed)
+
+    def leave_all(self) -> None:
+        """All processes die."""
+        for view in [*self.workers.values(), self.scheduler]:
+            self.leave(view)
+
+    def lost(self) -> None:
+        """The daemon died."""
+        self.workers.clear()
+        self.scheduler = None
+        self.closing = 0
+        self.tickets.clear()
+
+    def _joined(self, view: SessionView) -> Callable[[Reply], None]:
+        def joined(reply: Reply) -> None:
+            if not isinstance(reply.body, EngineState):
+                self.world.at(0.0, lambda: self._left_if_present(view))
+
+        return joined
+
+    def _left_if_present(self, view: SessionView) -> None:
+        if view.id in self.world.model.sessions:
+            self.leave(view)
+
+    def _closed(self) -> None:
+        self.closing -= 1
+
+    def _absent(self) -> list[int | None]:
+        absent: list[int | None] = [r for r in range(len(self.shape.shards)) if r not in self.workers]
+        if self.scheduler is None:
+            absent.append(None)
+        return absent
+
+    def _gone(self, session: SessionID) -> bool:
+        return self.world.model.sessions[session].closed
+
+    # ------------------------------------------------------------ requests
+
+    def _begin(self) -> None:
+        namespace = self.namespace()
+        if not namespace:
+            return
+        tokens, context = self.world.rng.choice(self.prompts)
+        keys = prefix_keys(namespace, TOKENS_PER_CHUNK, tokens, context)
+        self.made += 1
+        self.jobs.append(Job(f"{self.shape.engine}-{self.made}", keys))
+
+    def _advance(self, job: Job) -> None:
+        """One step of a request, in the order in which an engine takes them, mostly."""
+        rng = self.world.rng
+        if job.open or not self.workers:
+            return
+        if job.stage == "new" or rng.random() < 0.1:
+            self._lookup(job)
+        elif job.stage == "looked":
+            job.stage = "computed"
+            if job.hit and rng.random() < 0.9:
+                self._retrieve(job, rng.randint(0, job.hit - 1), job.hit)
+        elif job.stage == "computed" and job.stored < len(job.keys):
+            first = max(job.stored, min(job.hit, len(job.keys) - 1))
+            stop = rng.randint(first + 1, len(job.keys))
+            self._store(job, 0 if rng.random() < 0.2 else first, stop)
+        else:
+            self._end(job)
+
+    def _lookup(self, job: Job) -> None:
+        sessions = [s for s in [*self.workers.values(), self.scheduler] if s is not None]
+        session = self.world.rng.choice(sessions)
+
+        def answered(reply: Reply) -> None:
+            if isinstance(reply.body, LookupReply):
+                job.hit = reply.body.chunks
+                job.stage = "looked" if job.stage == "new" else job.stage
+
+        self.world.request(session.id, Lookup(job.name, job.keys.data), answered)
+
+    def _retrieve(self, job: Job, first: int, stop: int) -> None:
+        keys = job.keys[first:stop]
+        name = job.name
+        if self.world.rng.random() < 0.1:
+            keys, name = job.keys[first:], f"{job.name}-blind"
+        for view in self._some_workers():
+            blocks = self._lend(view, len(keys), _needed(view, len(keys)))
+            if blocks is not None:
+                self._transfer(job, view, Retrieve(name, keys.data, blocks))
+
+    def _store(self, job: Job, first: int, stop: int) -> None:
+        keys = job.keys[first:stop]
+        rng = self.world.rng
+        for view in self._some_workers():
+            live = _slid(view, len(keys), rng) if rng.random() < 0.3 else None
+            blocks = self._lend(view, len(keys), live)
+            if blocks is not None:
+                message = Store(job.name, keys.data, keys.first, keys.parent, blocks)
+                self._transfer(job, view, message)
+        job.stored = stop
+
+    def _transfer(self, job: Job, view: SessionView, message: Store | Retrieve) -> None:
+        job.open += 1
+        name: list[tuple[SessionID, int]] = []
+
+        def ended(body: Completed | None) -> None:
+            job.open -= 1
+            if name and name[0] in self.tickets:
+                self.tickets.remove(name[0])
+
+        number = self.world.request(view.id, message, on_end=ended)
+        name.append((view.id, number))
+        if (view.id, number) in self.world.model.tickets:
+            self.tickets.append(name[0])
+
+    def _end(self, job: Job) -> None:
+        self.jobs.remove(job)
+        forget = self.world.rng.random() < self.world.setting.faults.forget_release
+        if not forget:
+            view = self.world.rng.choice(list(self.workers.values()))
+            self.world.request(view.id, Release(job.name))
+
+    def _some_workers(self) -> list[SessionView]:
+        """All workers in some order; now and then only some of them get that far."""
+        rng = self.world.rng
+        views = [view for view in self.workers.values() if view.id in self.world.model.sessions]
+        rng.shuffle(views)
+        return views[: rng.randint(1, len(views))] if views and rng.random() < 0.1 else views
+
+    # ------------------------------------------------------------ blocks
+
+    def _lend(
+        self, view: SessionView, chunks: int, live: list[list[bool]] | None
+    ) -> Blocks | None:
+        """Blocks for so many chunks, taken from the free ones; None where there are too few. ``live``
+        says which of each group's blocks aren't null."""
+        memory = view.memory
+        if memory is None:
+            return None
+        packed, taken = [], []
+        for group in range(len(view.shape.layout.groups)):
+            need = chunks * view.shape.layout.blocks_per_chunk(group)
+            free = memory.free[group]
+            if len(free) < need:
+                for used, block in taken:
+                    memory.free[used].append(block)
+                return None
+            ids = []
+            for place in range(need):
+                if live is not None and not live[group][place]:
+                    ids.append(NULL_BLOCK)
+                    continue
+                block = free.pop(self.world.rng.randrange(len(free)))
+                taken.append((group, block))
+                ids.append(block)
+            packed.append(b"".join(block.to_bytes(4, "little") for block in ids))
+        return tuple(packed)
+
+
+def _needed(view: SessionView, chunks: int) -> list[list[bool]]:
+    """Which blocks of a hit's last ``chunks`` chunks an engine needs: all, or what its windows
+    reach."""
+    layout = view.shape.layout
+    hybrid = any(group.window is None for group in layout.groups)
+    needed = []
+    for number, group in enumerate(layout.groups):
+        total = chunks * layout.blocks_per_chunk(number)
+        reach = chunks * TOKENS_PER_CHUNK - (group.window or 0) + 1
+        live = [
+            group.window is None or not hybrid or (i + 1) * group.tokens_per_block > reach
+            for i in range(total)
+        ]
+        needed.append(live)
+    return needed
+
+
+def _slid(view: SessionView, chunks: int, rng: random.Random) -> list[list[bool]]:
+    """Which blocks are left when each window has slid over some leading blocks."""
+    layout = view.shape.layout
+    left = []
+    for number, group in enumerate(layout.groups):
+        total = chunks * layout.blocks_per_chunk(number)
+        lost = 0 if group.window is None else rng.randint(0, total)
+        left.append([i >= lost for i in range(total)])
+    return left
+
+
+def draw_prompts(
+    rng: random.Random, contexts: tuple[KeyContext, ...]
+) -> list[tuple[list[int], KeyContext]]:
+    """Prompts that share prefixes: each goes on from somewhere in another one."""
+    texts: list[list[int]] = [[rng.randrange(1000) for _ in range(rng.randint(4, 26))]]
+    for _ in range(rng.randint(2, 7)):
+        base = rng.choice(texts)
+        keep = rng.randint(0, min(len(base), 20))
+        texts.append(base[:keep] + [rng.randrange(1000) for _ in range(rng.randint(4, 26 - keep))])
+    return [(text, rng.choice(contexts)) for text in texts]

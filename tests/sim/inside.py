@@ -1,0 +1,59 @@
+"""Inside: what only a look into the core shows. Nothing is lost: neither room nor candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvstore.core.candidates import Candidates
+from kvstore.core.eviction import LeastRecentlyUsed
+from kvstore.core.layout import Part
+from kvstore.core.service import Service
+from kvstore.core.tree import Tree
+from kvstore.core.tree_nodes import Copy
+from tests.sim.errors import SimulationError
+from tests.sim.views import SessionView
+
+
+def check_inside(service: Service, sessions: Iterable[SessionView]) -> None:
+    """Raise SimulationError unless all room of cut slabs can be used, all that may leave can, and
+    each session was told its engine's state."""
+    state = service._state
+    for view in sessions:
+        session = state.engines.session(view.id)
+        if session is None or session.closing:
+            continue
+        told, true = view.namespace, session.engine.state().namespace
+        if told != true:
+            raise SimulationError(f"s{view.id} was told {told.hex()[:6]}, but it is {true.hex()[:6]}")
+    for tree in state.directory.trees():
+        if tree.linear:
+            continue
+        _check_room(tree)
+        for space in state.spaces.all():
+            for copy in space.index[tree.tier]:
+                _check_candidate(tree, copy)
+
+
+def _check_room(tree: Tree) -> None:
+    """Each slot of a cut slab is in use, in the free list, or still to be made."""
+    for slab in tree.slabs.cuts():
+        if slab.retired:
+            continue
+        known = len(slab.slots) + slab.capacity - slab.fresh
+        if known != slab.capacity:
+            raise SimulationError(
+                f"{tree.tier.value}: slab {slab.number} of {slab.capacity} slots knows {known}"
+            )
+
+
+def _check_candidate(tree: Tree, copy: Copy) -> None:
+    candidates: Candidates = tree._candidates
+    for test, queues, part in (
+        (candidates.evictable, candidates._copies, Part.FULL),
+        (candidates.window_evictable, candidates._windows, Part.WINDOW),
+    ):
+        if not test(copy):
+            continue
+        policy = candidates._queue(queues, copy, part)
+        if isinstance(policy, LeastRecentlyUsed) and id(copy) not in policy._held:
+            raise SimulationError(f"{tree.tier.value} {copy} {part.name} may leave, but can't")

@@ -1,0 +1,357 @@
+"""Model: what must be true of every reply, whatever the core does inside.
+
+* Each request gets exactly one reply, and none comes after Detach.
+* A retrieve's chunk that is said to be done lies in the engine's blocks byte for byte.
+* No block comes back while a Move uses it.
+* A hit names chunks whose every shard's bytes have landed, in the asker's tenant and namespace, and
+  not before the last acknowledged clear. With nothing evicted, lost or cleared since their stores
+  began, all acknowledged chunks are named; and a repeated lookup names no fewer than before.
+* A clear that was acknowledged is durable.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvstore.core.layout import NULL_BLOCK, Layout, Part
+from kvstore.core.messages import (
+    Cleared,
+    Completed,
+    EngineState,
+    HitStatus,
+    Lookup,
+    LookupReply,
+    Message,
+    Move,
+    Refused,
+    Release,
+    Reply,
+    Request,
+    Retrieve,
+    SessionID,
+    SpaceRecord,
+    Store,
+)
+from tests.sim.errors import SimulationError
+from tests.sim.hands import Hands
+from tests.sim.media import BlockID, Half, Pattern, unpack
+from tests.sim.views import SessionView, SpaceKey, SpaceView, TicketView, split
+
+PartKey = tuple[str, bytes, bytes, int, Part]
+"""(tenant, namespace digest, key, shard, part)."""
+Name = tuple[SessionID, int]
+"""A request: its session and its number."""
+LeaseKey = tuple[str, str, str]
+"""(tenant, engine, request)."""
+
+
+class Surroundings(Protocol):
+    """What a judgement needs of the world."""
+
+    hands: Hands
+    manifest: tuple[SpaceRecord, ...]
+    now: float
+
+    def disturbances(self) -> int:
+        """A number that changes whenever a chunk may have left for a good reason."""
+
+    def returned(self, ticket: TicketView) -> None:
+        """A ticket's blocks are the engine's again."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """A lookup's answer, for the next one of the same request."""
+
+    keys: bytes
+    chunks: int
+    disturbances: int
+    until_s: float
+
+
+@dataclass(slots=True)
+class Model:
+    """The oracle. ``spaces`` and ``landed`` survive restarts of the daemon."""
+
+    lease_s: float
+    windows_count: bool
+    """Whether windows must be found too: only where nothing is ever evicted."""
+    spaces: dict[SpaceKey, SpaceView] = field(default_factory=dict)
+    sessions: dict[SessionID, SessionView] = field(default_factory=dict)
+    open: dict[Name, Message] = field(default_factory=dict)
+    tickets: dict[Name, TicketView] = field(default_factory=dict)
+    detached: set[SessionID] = field(default_factory=set)
+    landed: dict[PartKey, int] = field(default_factory=dict)
+    """The clears count of the newest bytes of a part that ever landed in a host slot."""
+    acked: dict[PartKey, tuple[int, int]] = field(default_factory=dict)
+    """(clears, disturbances) of the last store of a part that was acknowledged."""
+    clearing: dict[Name, list[tuple[SpaceKey, int]]] = field(default_factory=dict)
+    seen: dict[LeaseKey, Seen] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    # ------------------------------------------------------------ requests
+
+    def request(self, request: Request, world: Surroundings) -> None:
+        """A request is about to be delivered: stores get their bytes now."""
+        name, message = (request.session, request.id), request.message
+        self.open[name] = message
+        self.counts[type(message).__name__] += 1
+        if isinstance(message, (Store, Retrieve)):
+            session = self.sessions[request.session]
+            view = self.spaces.get(session.space())
+            storing = isinstance(message, Store)
+            clears = 0 if view is None else view.clears if storing else view.cleared
+            ticket = TicketView(message, session, session.space(), clears, world.disturbances())
+            self.tickets[name] = ticket
+            if storing:
+                _fill(ticket)
+        if isinstance(message, Release):
+            self.seen.pop((*self.sessions[request.session].engine(), message.request), None)
+
+    def clear(self, name: Name, tenant: str | None, model: str | None) -> None:
+        """A clear is about to be delivered."""
+        self.clearing[name] = []
+        for key, view in self.spaces.items():
+            names = (None, view.namespace.model, view.namespace.alias)
+            if tenant in (None, key[0]) and model in names:
+                view.clears += 1
+                self.clearing[name].append((key, view.clears))
+
+    def reply(self, reply: Reply, world: Surroundings) -> None:
+        """Judge a reply."""
+        if reply.session in self.detached:
+            raise SimulationError(f"a reply to s{reply.session} after its Detach")
+        if reply.id == 0:
+            if not isinstance(reply.body, EngineState):
+                raise SimulationError(f"a push of {reply.body}")
+            self._engine_state(reply.session, reply.body)
+            return
+        message = self.open.pop((reply.session, reply.id), None)
+        if message is None:
+            raise SimulationError(f"a second reply, or one to nothing: {reply}")
+        self._judge(reply, message, world)
+
+    def _judge(self, reply: Reply, message: Message, world: Surroundings) -> None:
+        name, body = (reply.session, reply.id), reply.body
+        ticket = self.tickets.pop(name, None)
+        match body:
+            case Completed() if ticket is not None:
+                self._completed(name, ticket, body, world)
+            case LookupReply() if isinstance(message, Lookup):
+                self._hit(self.sessions[reply.session], message, body, world)
+            case EngineState():
+                self._engine_state(reply.session, body)
+            case Cleared():
+                self._cleared(name, world)
+            case Refused():
+                self.counts["refused " + type(message).__name__] += 1
+                if ticket is not None:
+                    world.returned(ticket)
+            case Completed() | LookupReply():
+                raise SimulationError(f"{body} for {message}")
+
+    # ------------------------------------------------------------ transfers
+
+    def _completed(
+        self, name: Name, ticket: TicketView, body: Completed, world: Surroundings
+    ) -> None:
+        if len(body.done) != len(ticket.keys()) or set(body.done) - {0, 1}:
+            raise SimulationError(f"{body} for {len(ticket.keys())} chunks")
+        move = world.hands.using(name[0], set(ticket.blocks()))
+        if move is not None:
+            raise SimulationError(f"s{name[0]} #{name[1]} completed while Move {move.id} runs")
+        what = "stored" if isinstance(ticket.message, Store) else "retrieved"
+        self.counts[what] += sum(body.done)
+        self.counts[f"not {what}"] += body.done.count(0)
+        self.counts["cancelled"] += body.cancelled
+        if isinstance(ticket.message, Store):
+            self._acknowledge(ticket, body)
+        else:
+            _compare(ticket, body)
+        world.returned(ticket)
+
+    def _acknowledge(self, ticket: TicketView, body: Completed) -> None:
+        layout = ticket.session.shape.layout
+        for chunk, key in enumerate(ticket.keys()):
+            for part in Part:
+                blocks = ticket.chunk_blocks(layout, chunk, part)
+                whole = blocks and all(block != NULL_BLOCK for _, block in blocks)
+                if not body.done[chunk] or not whole:
+                    continue
+                name = (*ticket.space, key, ticket.session.shard(), part)
+                if name not in self.landed:
+                    raise SimulationError(f"{key.hex()[:6]} {part.name} acknowledged unwritten")
+                self.acked[name] = (ticket.clears, ticket.disturbances)
+
+    def move(self, move: Move) -> None:
+        """A Move with engine memory must be for a ticket that is open and lends these blocks."""
+        if move.session is None:
+            return
+        wanted, part = unpack(move.blocks), move.header.part
+        for ticket in self.tickets.values():
+            session = ticket.session
+            if session.id != move.session or session.space()[0] != move.header.tenant:
+                continue
+            layout = session.shape.layout
+            for chunk, key in enumerate(ticket.keys()):
+                same = key == move.header.key and session.shard() == move.header.shard
+                if same and ticket.chunk_blocks(layout, chunk, part) == wanted:
+                    return
+        raise SimulationError(f"Move {move.id} uses blocks that s{move.session} doesn't lend")
+
+    def stored(self, move: Move, first: Half) -> None:
+        """A STORE has ended well."""
+        head = move.header
+        if not isinstance(first, Pattern):
+            raise SimulationError(f"Move {move.id} stored {first}")
+        name = (head.tenant, head.namespace, bytes(head.key), head.shard, head.part)
+        self.landed[name] = max(self.landed.get(name, 0), first.clears)
+
+    # ------------------------------------------------------------ hits
+
+    def _hit(
+        self, session: SessionView, message: Lookup, body: LookupReply, world: Surroundings
+    ) -> None:
+        keys = split(message.keys)
+        if not 0 <= body.chunks <= len(keys) or (body.status is HitStatus.HIT) != (body.chunks > 0):
+            raise SimulationError(f"{body} for {len(keys)} keys")
+        self.counts["hit chunks"] += body.chunks
+        self._check_present(session, keys[: body.chunks])
+        name = (*session.engine(), message.request)
+        seen = self.seen.get(name)
+        count = world.disturbances()
+        if seen is None or seen.keys != message.keys or seen.until_s < world.now:
+            expected = self._expected(session, keys, count) if seen is None else 0
+        else:
+            expected = seen.chunks if seen.disturbances == count else 0
+        if body.chunks < expected and session.namespace:
+            raise SimulationError(f"a hit of {body.chunks}, but {expected} chunks must be there")
+        self.counts["hits that had to be"] += expected
+        until_s = world.now + self.lease_s
+        self.seen[name] = Seen(message.keys, body.chunks, count, until_s)
+
+    def _check_present(self, session: SessionView, keys: list[bytes]) -> None:
+        """Every part that a hit needs has landed since the last acknowledged clear."""
+        view = self.spaces.get(session.space())
+        layout = session.shape.layout
+        windows_from = len(keys) - layout.window_chunks()
+        for chunk, key in enumerate(keys):
+            for shard in range(session.shape.shards[0].count()):
+                for part in Part if chunk >= windows_from else (Part.FULL,):
+                    if not layout.part_groups(part):
+                        continue
+                    name = (*session.space(), key, shard, part)
+                    if view is None or self.landed.get(name, -1) < view.cleared:
+                        what = f"{key.hex()[:6]} shard {shard} {part.name}"
+                        raise SimulationError(f"a hit on {what}, which isn't there")
+
+    def _expected(self, session: SessionView, keys: list[bytes], count: int) -> int:
+        """Leading chunks that must be found: acknowledged in all parts, and undisturbed since."""
+        view = self.spaces.get(session.space())
+        layout = session.shape.layout
+        parts = [part for part in Part if layout.part_groups(part)]
+        if view is None or (len(parts) > 1 and not self.windows_count):
+            return 0
+        for chunk, key in enumerate(keys):
+            for shard in range(session.shape.shards[0].count()):
+                for part in parts:
+                    if self.acked.get((*session.space(), key, shard, part)) != (view.clears, count):
+                        return chunk
+        return len(keys)
+
+    # ------------------------------------------------------------ clears, sessions, restarts
+
+    def _cleared(self, name: Name, world: Surroundings) -> None:
+        self.counts["cleared"] += 1
+        durable = {(s.tenant, s.namespace): s.epoch for s in world.manifest}
+        for key, clears in self.clearing.pop(name):
+            view = self.spaces[key]
+            view.cleared = max(view.cleared, clears)
+            for record in world.hands.disk.records.values():
+                head, old = record.header, record.first[0]
+                if (head.tenant, head.namespace) != key or not isinstance(old, Pattern):
+                    continue
+                if old.clears < clears and head.epoch >= durable.get(key, -1):
+                    raise SimulationError(f"{head.key.hex()[:6]} outlives a clear on the disk")
+
+    def _engine_state(self, session: SessionID, state: EngineState) -> None:
+        view = self.sessions[session]
+        if state.ready != bool(state.namespace):
+            raise SimulationError(f"{state}: ready and namespace disagree")
+        if view.namespace not in (b"", state.namespace):
+            self._forget_leases(view)
+        view.namespace = state.namespace
+        if state.ready:
+            self.spaces.setdefault(view.space(), SpaceView(view.shape.namespace))
+
+    def close(self, session: SessionID) -> None:
+        """The peer is gone: nothing that it asked needs an answer, and a lost worker
+        ends its engine's leases."""
+        for name in [name for name in self.open if name[0] == session]:
+            del self.open[name]
+        if self.sessions[session].memory is not None:
+            self._forget_leases(self.sessions[session])
+
+    def _forget_leases(self, view: SessionView) -> None:
+        for lease in [lease for lease in self.seen if lease[:2] == view.engine()]:
+            del self.seen[lease]
+
+    def detach(self, session: SessionID) -> list[TicketView]:
+        """EOF: the tickets that end with it."""
+        if session in self.detached:
+            raise SimulationError(f"a second Detach of s{session}")
+        self.detached.add(session)
+        names = [name for name in self.tickets if name[0] == session]
+        return [self.tickets.pop(name) for name in names]
+
+    def restart(self) -> None:
+        """The daemon died: so did all sessions, and what they had asked."""
+        self.detached.update(self.sessions)
+        for mapping in (
+            self.sessions, self.open, self.tickets, self.clearing, self.seen, self.acked
+        ):  # fmt: skip
+            mapping.clear()  # type: ignore[attr-defined]
+
+
+def _compare(ticket: TicketView, body: Completed) -> None:
+    """The blocks of each chunk that is done hold the chunk."""
+    layout, memory = ticket.session.shape.layout, ticket.session.memory
+    for chunk, key in enumerate(ticket.keys()):
+        if not body.done[chunk] or memory is None:
+            continue
+        for part in Part:
+            blocks = ticket.chunk_blocks(layout, chunk, part)
+            for pattern, block in zip(ticket.patterns(key, layout, part), blocks, strict=True):
+                if block[1] != NULL_BLOCK:
+                    _check_cell(pattern, memory.cells[block], block)
+
+
+def _fill(ticket: TicketView) -> None:
+    """The engine has computed the chunks that it stores."""
+    memory, layout = ticket.session.memory, ticket.session.shape.layout
+    if memory is None or not _fits(ticket, layout):
+        return
+    for chunk, key in enumerate(ticket.keys()):
+        for part in Part:
+            blocks = ticket.chunk_blocks(layout, chunk, part)
+            for pattern, block in zip(ticket.patterns(key, layout, part), blocks, strict=True):
+                if block[1] != NULL_BLOCK:
+                    memory.cells[block] = [pattern, pattern]
+
+
+def _fits(ticket: TicketView, layout: Layout) -> bool:
+    """Whether the request is well formed; the core must refuse it otherwise."""
+    chunks = len(ticket.keys())
+    sizes = [4 * chunks * layout.blocks_per_chunk(group) for group in range(len(layout.groups))]
+    return [len(packed) for packed in ticket.message.blocks] == sizes
+
+
+def _check_cell(wanted: Pattern, cell: list[Half], block: BlockID) -> None:
+    """A block holds one pattern, the right one, and not from before a clear."""
+    for half in cell:
+        if not isinstance(half, Pattern) or half[:5] != wanted[:5] or half != cell[0]:
+            raise SimulationError(f"wrong bytes in block {block}: {cell} instead of {wanted}")
+        if half.clears < wanted.clears:
+            raise SimulationError(f"block {block} holds bytes from before a clear: {cell}")

@@ -1,0 +1,91 @@
+"""Views: sessions, namespaces and transfers as the users of the core see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.core.keys import KEY_BYTES, Namespace
+from kvstore.core.layout import NULL_BLOCK, Layout, Part
+from kvstore.core.messages import Retrieve, SessionID, Store
+from tests.sim.media import BlockID, EngineMemory, Pattern, unpack
+from tests.sim.shapes import EngineShape
+
+SpaceKey = tuple[str, bytes]
+"""(tenant, namespace digest)."""
+
+
+@dataclass(slots=True)
+class SpaceView:
+    """A namespace of a tenant as users see it. ``clears`` counts clears begun, ``cleared`` those
+    acknowledged."""
+
+    namespace: Namespace
+    clears: int = 0
+    cleared: int = 0
+
+
+@dataclass(slots=True)
+class SessionView:
+    """A session as its engine sees it. ``memory`` is None for a scheduler."""
+
+    id: SessionID
+    shape: EngineShape
+    rank: int = 0
+    memory: EngineMemory | None = None
+    namespace: bytes = b""
+    closed: bool = False
+
+    def shard(self) -> int:
+        """The shard that it holds."""
+        return self.shape.shards[self.rank].index()
+
+    def engine(self) -> tuple[str, str]:
+        """(tenant, engine)."""
+        return self.shape.tenant, self.shape.engine
+
+    def space(self) -> SpaceKey:
+        """Where its chunks are."""
+        return self.shape.tenant, self.namespace
+
+
+@dataclass(slots=True)
+class TicketView:
+    """An open store or retrieve. ``clears`` is the count that its bytes carry, or must have at
+    least; ``disturbances`` is the world's count when it was asked for."""
+
+    message: Store | Retrieve
+    session: SessionView
+    space: SpaceKey
+    clears: int
+    disturbances: int
+
+    def keys(self) -> list[bytes]:
+        """One key a chunk."""
+        return split(self.message.keys)
+
+    def blocks(self) -> list[BlockID]:
+        """All blocks that it lends."""
+        return [b for b in unpack(tuple(enumerate(self.message.blocks))) if b[1] != NULL_BLOCK]
+
+    def chunk_blocks(self, layout: Layout, chunk: int, part: Part) -> list[BlockID]:
+        """The blocks of one chunk's part, nulls included, in canonical order."""
+        found: list[BlockID] = []
+        for group in layout.part_groups(part):
+            size = layout.blocks_per_chunk(group)
+            ids = memoryview(self.message.blocks[group]).cast("I")
+            found += [(group, block) for block in ids[chunk * size : (chunk + 1) * size]]
+        return found
+
+    def patterns(self, key: bytes, layout: Layout, part: Part) -> list[Pattern]:
+        """What the blocks of one chunk's part hold, in canonical order."""
+        tenant, shard = self.space[0], self.session.shard()
+        return [
+            Pattern(tenant, key, shard, group, number, self.clears)
+            for group in layout.part_groups(part)
+            for number in range(layout.blocks_per_chunk(group))
+        ]
+
+
+def split(keys: bytes) -> list[bytes]:
+    """Consecutive keys, one by one."""
+    return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]

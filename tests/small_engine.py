@@ -1,0 +1,124 @@
+"""A small engine for tests: paged KV in shared memory, with patterns that show any mix-up."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+
+from kvstore import (
+    ChunkKeys,
+    Client,
+    LayerGroup,
+    Layout,
+    Namespace,
+    Shard,
+    TensorSpan,
+    TransferOutcome,
+    create_host_memory,
+)
+
+TOKENS_PER_BLOCK = 4
+TOKENS_PER_CHUNK = 16
+BLOCKS_PER_CHUNK = TOKENS_PER_CHUNK // TOKENS_PER_BLOCK
+BLOCK_BYTES = 4096
+TENSORS = 2
+CHUNK_BYTES = BLOCKS_PER_CHUNK * TENSORS * BLOCK_BYTES
+WAIT_S = 60.0
+
+
+def tokens(chunks: int, seed: int = 0) -> list[int]:
+    """Token IDs of so many whole chunks and one token more, so that all chunks are reusable."""
+    return [(seed * 7919 + i) % 50_000 for i in range(chunks * TOKENS_PER_CHUNK + 1)]
+
+
+class SmallEngine:
+    """One engine with one rank: ``chunks`` chunks of memory; chunk i lies in blocks [4i, 4i+4)."""
+
+    def __init__(
+        self, address: str, chunks: int, model: str = "org/small", alias: str = "", name: str = "e1"
+    ) -> None:
+        self._blocks = chunks * BLOCKS_PER_CHUNK
+        self._memory = create_host_memory(name, TENSORS * self._blocks * BLOCK_BYTES)
+        self._array = np.frombuffer(self._memory.buffer, np.uint8)
+        self._pages = self._array.reshape(TENSORS, self._blocks, BLOCK_BYTES)
+        spans = tuple(
+            TensorSpan(i * self._blocks * BLOCK_BYTES, BLOCK_BYTES, BLOCK_BYTES, self._blocks)
+            for i in range(TENSORS)
+        )
+        group = LayerGroup("full", TOKENS_PER_BLOCK, None, spans)
+        self.client = Client(address)
+        self.worker = self.client.register(
+            engine_id=name,
+            namespace=Namespace(model=model, revision="r1", format="test/1", alias=alias),
+            layout=Layout("float16", TOKENS_PER_CHUNK, (group,)),
+            memory=self._memory.describe(),
+            shard=Shard(),
+        )
+        assert self.worker.wait_ready(WAIT_S)
+
+    def __enter__(self) -> SmallEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.client.close()
+        self._memory.close()
+
+    def keys(self, token_ids: Sequence[int]) -> ChunkKeys:
+        """Chunk keys of a prompt."""
+        return self.worker.keys(token_ids)
+
+    def fill(self, keys: ChunkKeys) -> None:
+        """Give chunk i the pattern of key i."""
+        for chunk in range(len(keys)):
+            self._chunk(chunk)[:] = _pattern(keys, chunk)
+
+    def wipe(self) -> None:
+        """Zero all of the memory."""
+        self._array[:] = 0
+
+    def right_chunks(self, keys: ChunkKeys) -> int:
+        """How many leading chunks of the memory hold their keys' patterns."""
+        for chunk in range(len(keys)):
+            if not np.array_equal(self._chunk(chunk), _pattern(keys, chunk)):
+                return chunk
+        return len(keys)
+
+    def store(self, keys: ChunkKeys) -> TransferOutcome:
+        """Store the chunks that lie from block 0 on."""
+        outcome = self.worker.store("store", keys, {"full": self._ids(keys)}).wait(WAIT_S)
+        assert outcome is not None
+        return outcome
+
+    def retrieve(self, keys: ChunkKeys) -> TransferOutcome:
+        """Retrieve chunks to block 0 and on."""
+        outcome = self.worker.retrieve("retrieve", keys, {"full": self._ids(keys)}).wait(WAIT_S)
+        assert outcome is not None
+        return outcome
+
+    def hits(self, keys: ChunkKeys) -> int:
+        """Leading chunks that a lookup finds; its lease is given back at once."""
+        found = self.worker.lookup("lookup", keys)
+        self.worker.release("lookup")
+        return found.chunks
+
+    def _ids(self, keys: ChunkKeys) -> list[int]:
+        return list(range(len(keys) * BLOCKS_PER_CHUNK))
+
+    def _chunk(self, chunk: int) -> np.ndarray:
+        return self._pages[:, chunk * BLOCKS_PER_CHUNK : (chunk + 1) * BLOCKS_PER_CHUNK]
+
+
+def _pattern(keys: ChunkKeys, chunk: int) -> np.ndarray:
+    """Bytes that only this key has, other ones in every block."""
+    seed = hashlib.sha256(bytes(keys[chunk])).digest()
+    generator = np.random.default_rng(np.frombuffer(seed, np.uint64))
+    shape = (TENSORS, BLOCKS_PER_CHUNK, BLOCK_BYTES)
+    return generator.integers(0, 256, shape, np.uint8)

@@ -1,0 +1,195 @@
+"""The core's driver: effects, events from other threads, administration, stop and bugs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvstore.core.errors import (
+    InvariantError,
+    SessionLostError,
+)
+from kvstore.core.messages import (
+    Attach,
+    Clear,
+    Cleared,
+    Move,
+    Moved,
+    MoveID,
+    MoveKind,
+    MoveStatus,
+    Persist,
+    Persisted,
+    Reply,
+    SessionID,
+)
+from kvstore.proto_gen import engine_pb2 as pb
+from tests.link_rig import (
+    DEADLINE_S,
+    Peer,
+    Rig,
+    admin_answer,
+    eventually,
+    folder,
+    lookup_message,
+    store_message,
+)
+
+pytest_plugins = ("tests.link_rig",)
+ONE = SessionID(1)
+
+
+def test_effects_reach_the_hands_and_events_come_back_in_order(rig: Rig) -> None:
+    """Moves go to the mover; what its threads report arrives at the core, none lost."""
+    move = Move(MoveID(1), MoveKind.LOAD, None, None, None)  # type: ignore[arg-type]
+    rig.emit(move)
+    eventually(lambda: rig.mover.moves == [move])
+    reports = [
+        threading.Thread(
+            target=lambda first=first: [
+                rig.server.post(Moved(MoveID(first + i), MoveStatus.OK)) for i in range(500)
+            ]
+        )
+        for first in (0, 1000, 2000)
+    ]
+    for thread in reports:
+        thread.start()
+    for thread in reports:
+        thread.join()
+    eventually(lambda: len(rig.core.events) == 1500)
+    numbers = [event.move for event in rig.core.events if isinstance(event, Moved)]
+    for first in (0, 1000, 2000):
+        mine = [n for n in numbers if first <= n < first + 1000]
+        assert mine == list(range(first, first + 500))
+
+
+def test_persists_are_carried_out_in_order_and_reported(rig: Rig) -> None:
+    """A record that can't be made durable is reported with the reason; the next one still is."""
+    done: list[int] = []
+
+    def persist(effect: Persist) -> None:
+        done.append(effect.number)
+        if effect.number == 2:
+            raise OSError(28, "No space left on device")
+
+    rig.persisting = persist
+    rig.emit(*(Persist(number, ()) for number in (1, 2, 3)))
+    eventually(lambda: len(rig.core.events) == 3)
+    assert done == [1, 2, 3]
+    events = [e for e in rig.core.events if isinstance(e, Persisted)]
+    assert [(e.number, bool(e.error)) for e in events] == [(1, False), (2, True), (3, False)]
+    assert "No space left on device" in events[1].error
+
+
+def test_the_administration_waits_for_its_answer(rig: Rig) -> None:
+    """A clear is answered when the core says so, and errors come out as themselves."""
+    rig.core.answers[Clear] = lambda event: [Reply(event.session, event.id, Cleared(1, 2))]
+    assert admin_answer(rig, Clear(None, None)) == Cleared(1, 2)
+    rig.core.answers[Clear] = lambda event: []
+    waiting = rig.server.admin(Clear(None, None))
+    eventually(lambda: len(rig.core.requests(Clear)) == 2)
+    with pytest.raises(ZeroDivisionError):
+        rig.server.call(lambda: 1 // 0).result(DEADLINE_S)
+    rig.stop()
+    with pytest.raises(SessionLostError):
+        waiting.result(DEADLINE_S)
+    with pytest.raises(SessionLostError):
+        rig.server.call(lambda: 1).result(DEADLINE_S)
+
+
+def test_a_stop_drains_then_ends_every_session(memory: int) -> None:
+    """While Moves run the daemon waits for them, refuses new work but takes cancels; then every
+    session is detached and the socket file is gone."""
+    with folder() as path:
+        rig = Rig(str(path / "s.sock"))
+        rig.start()
+        rig.core.moves = 1
+        with Peer(rig.path) as peer:
+            peer.greet()
+            peer.register([memory])
+            peer.answer()
+            peer.send(store_message())
+            eventually(lambda: bool(rig.core.transfers))
+            rig.server.stop(DEADLINE_S)
+            eventually(lambda: not Path(rig.path).exists())
+            peer.send(lookup_message())
+            assert peer.refusal() == "the daemon is stopping"
+            peer.send(pb.ClientMessage(kind=pb.ClientMessage.CANCEL, transfer=3))
+            assert peer.answer().kind == pb.DaemonMessage.DONE
+            assert peer.answer().cancelled
+            assert rig.core.closed() == []
+            rig.core.moves = 0
+            assert peer.receive() is None
+            rig.join()
+        assert rig.core.closed() == [ONE]
+        assert [p.closed for p in rig.pages] == [1]
+        assert not Path(rig.path).exists()
+        assert rig.failure is None
+
+
+def test_a_stop_leaves_streams_open_whose_moves_run_on(memory: int) -> None:
+    """A Move hangs beyond the drain: run returns, but the engine sees no end of stream until the
+    mover has stopped and the server is closed."""
+    with folder() as path:
+        rig = Rig(str(path / "s.sock"))
+        rig.start()
+        rig.core.busy.add(ONE)
+        rig.core.moves = 1
+        with Peer(rig.path) as peer:
+            peer.greet()
+            peer.register([memory])
+            peer.answer()
+            rig.server.stop(0.0)
+            rig._thread.join(DEADLINE_S)
+            assert not rig._thread.is_alive()
+            assert [p.closed for p in rig.pages] == [0]
+            assert peer.is_quiet()
+            rig.join()
+            assert peer.receive() is None
+            assert [p.closed for p in rig.pages] == [1]
+
+
+def test_figures_tell_who_is_connected_and_how_long_lookups_take(rig: Rig) -> None:
+    """Statistics name each session and count its bytes."""
+    with Peer(rig.path) as peer:
+        peer.attach()
+        peer.send(lookup_message())
+        peer.answer()
+        figures = rig.server.call(rig.server.stats).result(DEADLINE_S)
+    (session,) = figures.sessions
+    assert (session.engine, session.role, session.phase) == ("e1", "scheduler", "active")
+    assert (session.process, session.user) == (os.getpid(), os.getuid())
+    assert session.received_bytes > 0
+    assert session.sent_bytes > 0
+    assert figures.lookup.count == 1
+    assert sum(count for _, count in figures.lookup_buckets) == 1
+
+
+def test_a_credential_names_the_tenant(rig: Rig) -> None:
+    """The tenant is the server's to say, never the client's."""
+    with Peer(rig.path) as peer:
+        peer.greet()
+        peer.send(pb.ClientMessage(kind=pb.ClientMessage.ATTACH, engine="e", credential="secret"))
+        peer.answer()
+    (request,) = rig.core.requests(Attach)
+    assert request.message == Attach("e", "secret")
+
+
+def test_a_broken_invariant_stops_the_daemon() -> None:
+    """A bug of the core is never served over: run raises it, and the peers' streams stay open until
+    nothing can move any more."""
+    with folder() as path:
+        rig = Rig(str(path / "s.sock"))
+        rig.start()
+        with Peer(rig.path) as peer:
+            peer.attach()
+            rig.core.error = InvariantError("two chunks in one slot")
+            peer.send(lookup_message())
+            rig._thread.join(DEADLINE_S)
+            assert str(rig.failure) == "two chunks in one slot"
+            assert peer.is_quiet()
+            rig.join()
+            assert peer.receive() is None

@@ -1,0 +1,155 @@
+"""The end of a session, whatever caused it: told to the core once, and a fence to the engine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from kvstore.core.messages import (
+    Attach,
+    Completed,
+    Detach,
+    Reply,
+    SessionID,
+)
+from kvstore.server_connections import OUTGOING_BYTES_MAX
+from tests.link_rig import (
+    Peer,
+    Rig,
+    eventually,
+    lookup_message,
+    open_descriptors,
+    store_message,
+)
+
+pytest_plugins = ("tests.link_rig",)
+ROOT = Path(__file__).resolve().parent.parent
+ONE = SessionID(1)
+
+
+def test_the_stream_ends_only_after_the_core_has_detached(rig: Rig, memory: int) -> None:
+    """A Move still runs when the engine says goodbye: mapping and socket stay until it has ended,
+    so the end of the stream is a fence."""
+    rig.core.busy.add(ONE)
+    with Peer(rig.path) as peer:
+        peer.greet()
+        peer.register([memory])
+        peer.answer()
+        peer.socket.shutdown(socket.SHUT_WR)
+        eventually(lambda: rig.core.closed() == [ONE])
+        assert peer.is_quiet()
+        assert [p.closed for p in rig.pages] == [0]
+        rig.emit(Detach(ONE))
+        assert peer.receive() is None
+        assert [p.closed for p in rig.pages] == [1]
+    assert rig.core.closed() == [ONE]
+
+
+def test_what_the_core_says_after_the_peer_shut_down_still_arrives(rig: Rig) -> None:
+    """A client that has shut down its own direction reads until the end: completions come
+    through."""
+    rig.core.busy.add(ONE)
+    with Peer(rig.path) as peer:
+        peer.attach()
+        peer.send(store_message())
+        peer.socket.shutdown(socket.SHUT_WR)
+        eventually(lambda: rig.core.closed() == [ONE])
+        rig.emit(Reply(ONE, 3, Completed(b"\1")), Detach(ONE))
+        assert peer.answer().done == b"\1"
+        assert peer.receive() is None
+
+
+def test_a_descriptor_leaked_into_a_child_does_not_keep_a_dead_engine(rig: Rig) -> None:
+    """An engine forks a child that inherits its connection and is then killed -9: no end of stream
+    comes, but its process has ended."""
+    script = (
+        "import os, sys, time\n"
+        "from tests.link_rig import Peer\n"
+        "peer = Peer(sys.argv[1]); peer.attach()\n"
+        "os.set_inheritable(peer.socket.fileno(), True)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    time.sleep(300)\n"
+        "print(child, flush=True)\n"
+        "time.sleep(300)\n"
+    )
+    engine = subprocess.Popen(
+        [sys.executable, "-c", script, rig.path], stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert engine.stdout is not None
+    child = int(engine.stdout.readline())
+    try:
+        eventually(lambda: len(rig.core.requests(Attach)) == 1)
+        assert rig.core.closed() == []
+        engine.kill()
+        eventually(lambda: rig.core.closed() == [ONE])
+        assert Path(f"/proc/{child}").exists()
+    finally:
+        engine.kill()
+        os.kill(child, 9)
+        engine.wait()
+        engine.stdout.close()
+    eventually(lambda: rig.server.stats().sessions == ())
+
+
+def test_killed_engines_leave_no_mapping_and_no_descriptor(rig: Rig) -> None:
+    """SIGKILL 20 engines: sessions, mappings and descriptors are those of the start, and another
+    engine goes on (field case 49)."""
+    script = (
+        "import sys, time\n"
+        "from kvstore import create_host_memory\n"
+        "from tests.link_rig import MEMORY_BYTES, Peer\n"
+        "memory = create_host_memory('e', MEMORY_BYTES)\n"
+        "peer = Peer(sys.argv[1]); peer.greet(); peer.register([memory.fd])\n"
+        "assert peer.answer().engine.ready\n"
+        "print('up', flush=True)\n"
+        "time.sleep(300)\n"
+    )
+    with Peer(rig.path) as other:
+        other.attach("e0")
+        before = open_descriptors()
+        engines = []
+        for _ in range(20):
+            engines.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", script, rig.path], stdout=subprocess.PIPE, cwd=ROOT
+                )
+            )
+            if len(engines) == 4:
+                _kill_when_up(engines)
+                engines = []
+        eventually(lambda: len(rig.server.stats().sessions) == 1)
+        assert [p.closed for p in rig.pages] == [1] * 20
+        assert rig.mover.attached == {}
+        eventually(lambda: open_descriptors() == before)
+        other.send(lookup_message())
+        assert other.answer().chunks == 2
+
+
+def _kill_when_up(engines: list[subprocess.Popen[bytes]]) -> None:
+    for engine in engines:
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == b"up\n"
+    for engine in engines:
+        engine.kill()
+        engine.wait()
+        assert engine.stdout is not None
+        engine.stdout.close()
+
+
+def test_a_peer_that_does_not_read_is_lost_at_its_limit(rig: Rig) -> None:
+    """Replies pile up for a peer that never reads: beyond the limit its session ends, and the
+    daemon keeps no more of them."""
+    with Peer(rig.path) as lazy, Peer(rig.path) as other:
+        lazy.attach()
+        other.attach("e2")
+        body = Completed(b"\1" * 60_000)
+        for number in range(OUTGOING_BYTES_MAX // 60_000 + 8):
+            rig.emit(Reply(ONE, 1000 + number, body))
+        eventually(lambda: rig.core.closed() == [ONE])
+        other.send(lookup_message())
+        assert other.answer().chunks == 2
+        assert rig.server.stats().sessions_lost == 1
