@@ -43,7 +43,8 @@ class Channel:
 
     ``dispatch`` is called, under the lock, with each message that comes, and ``on_lost`` once at
     the end of the stream. ``condition`` is the lock: methods that say so expect it held. ``reason``
-    says in one line why the channel ended.
+    says in one line why the channel ended. A wait looks at its waiter every ``step_s`` at least,
+    for waiters that something else than a message may settle.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Channel:
         self.lost = False
         self.ending = False
         self.reason = ""
+        self.step_s = float("inf")
         self._peer = peer
         self._dispatch = dispatch
         self._on_lost = on_lost
@@ -102,10 +104,11 @@ class Channel:
                 self.drain()
                 return
             flushed = self.flush()
+            step_s = min(remaining_s, self.step_s)
             if not self._polling:
-                self._poll(remaining_s, flushed)
+                self._poll(step_s, flushed)
             else:
-                self.condition.wait(remaining_s if flushed else min(remaining_s, _FLUSH_STEP_S))
+                self.condition.wait(step_s if flushed else min(step_s, _FLUSH_STEP_S))
 
     def end(self, reason: str) -> None:
         """Send nothing any more and await the end of the stream; with the lock. Idempotent."""
@@ -142,6 +145,17 @@ class Channel:
         with self.condition:
             if self._polling or not self.lost:
                 return False
+            self._peer.close()
+            return True
+
+    def close(self) -> bool:
+        """Close the socket without the end of the stream; False while a thread still polls it. Only
+        where nothing of the engine is the daemon's: what is under way counts as lost."""
+        with self.condition:
+            if self._polling:
+                return False
+            if not self.lost:
+                self._lose("the session was closed")
             self._peer.close()
             return True
 

@@ -159,7 +159,7 @@ class Line:
         link = self._link
         if link is not None:
             link.wait(End(), until_s)
-            if link.channel.dispose():
+            if link.channel.dispose() or (not link.open_tickets() and link.channel.close()):
                 self._link = None
 
     def abandon(self) -> None:

@@ -27,6 +27,8 @@ from kvstore.wire import hello, hello_mismatch
 
 OVERDUE_RETRY_S = 5.0
 """A daemon that owes an answer is asked again after this long, in case it never comes."""
+HELD_STEP_S = 0.01
+"""How often a wait looks at a transfer that waits for its event."""
 
 
 class Phase(Enum):
@@ -155,6 +157,7 @@ class Link:
         with self.channel.condition:
             if self.live():
                 self._held.append(_Held(ticket, message, ready))
+                self.channel.step_s = HELD_STEP_S
             else:
                 self._counts.transfers_refused += 1
                 ticket.settle(b"", False, self._why_not())
@@ -170,6 +173,7 @@ class Link:
             if ready or held.ticket.settled:
                 with self.channel.condition, suppress(ValueError):
                     self._held.remove(held)
+                    self.channel.step_s = HELD_STEP_S if self._held else float("inf")
                 self.start(held.ticket, held.message)
         return bool(self._held)
 

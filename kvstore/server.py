@@ -295,7 +295,7 @@ class EngineServer:
             self._sessions.add(peer)
 
     def _accept_again(self) -> None:
-        if self._loop is not None and self._drain_s is None:
+        if self._loop is not None and self._listener.listening():
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def _stop_accepting(self, loop: asyncio.AbstractEventLoop) -> None:

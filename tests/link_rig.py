@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from kvstore import HostMemory, LayerGroup, Layout, Namespace, Shard, TensorSpan, create_host_memory
 from kvstore.client_joining import Registering
 from kvstore.core.messages import (
@@ -267,25 +265,25 @@ class Rig:
         return credential or f"uid:{user}"
 
 
-@pytest.fixture(name="rig")
-def running_rig() -> Iterator[Rig]:
-    """A running server."""
-    with folder() as path, Rig(str(path / "d" / "s.sock")) as running:
-        yield running
-
-
-@pytest.fixture(name="memory")
-def engine_memory() -> Iterator[int]:
-    """The descriptor of an engine's memory."""
-    with create_host_memory("engine", MEMORY_BYTES) as owned:
-        yield owned.fd
-
-
 @contextmanager
 def folder() -> Iterator[Path]:
     """A folder whose sockets have short paths."""
     with tempfile.TemporaryDirectory(prefix="kvt-") as path:
         yield Path(path)
+
+
+@contextmanager
+def running_rig() -> Iterator[Rig]:
+    """A running server in a folder of its own."""
+    with folder() as path, Rig(str(path / "d" / "s.sock")) as running:
+        yield running
+
+
+@contextmanager
+def engine_memory() -> Iterator[int]:
+    """The descriptor of an engine's memory."""
+    with create_host_memory("engine", MEMORY_BYTES) as owned:
+        yield owned.fd
 
 
 class Peer:

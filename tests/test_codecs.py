@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstore.codecs.base import (
@@ -59,6 +59,13 @@ def reseal(block: bytes) -> bytes:
 
 
 @given(HEADERS, PAYLOADS)
+@example(
+    dataclasses.replace(
+        sample_header(1, (1 << 64) - 1), epoch=(1 << 64) - 1, sequence=(1 << 64) - 1,
+        depth=(1 << 32) - 1, tokens=(1 << 32) - 1, shard=(1 << 32) - 1, shards=(1 << 32) - 1,
+    ),
+    Payload((1 << 16) - 1, (1 << 16) - 1, (1 << 64) - 1, (1 << 64) - 1),
+)  # fmt: skip
 def test_round_trip(header: ChunkHeader, payload: Payload) -> None:
     block = pack(header, payload)
     assert len(block) == HEADER_BYTES

@@ -112,22 +112,24 @@ def test_torn_payload_is_never_reported_after_a_crash(tier: NvmeTier) -> None:
 
 
 def test_newest_writes_are_verified_wherever_they_lie(tmp_path: Path) -> None:
-    """More chunks than are verified, newest first in the files: each slot is reported once, and a
+    """More chunks than are verified, old and new ones mixed: each slot is reported once, and a
     torn one among the newest never."""
     count = VERIFY_NEWEST + 40
     slabs = -(-count // 8)
     tier = NvmeTier(tmp_path, slabs, SLAB_BYTES)
     tier.open()
-    for number in range(count):
-        put(tier, number, count - number)
+    sequences = {number: 1 + number * 37 % count for number in range(count)}
+    for number, sequence in sequences.items():
+        put(tier, number, sequence)
     at_rest = SlabBytes(tmp_path)
-    at_rest.flip(place(0), (4096 + 5) * 8)
-    at_rest.flip(place(VERIFY_NEWEST - 1), (4096 + 5) * 8)
+    newest = sorted(sequences, key=lambda number: -sequences[number])[:VERIFY_NEWEST]
+    torn = (newest[0], newest[-1], min(newest), max(newest))
+    for number in set(torn):
+        at_rest.flip(place(number), (4096 + 5) * 8)
     tier = crash_and_reopen(tier)
     slots = scanned(tier)
     assert len({slot.place for slot in slots}) == len(slots) == slabs * 8
-    torn = (0, VERIFY_NEWEST - 1)
-    assert found(tier) == {n: count - n for n in range(count) if n not in torn}
+    assert found(tier) == {n: s for n, s in sequences.items() if n not in torn}
     tier.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,14 +33,29 @@ from tests.link_rig import (
     Peer,
     Rig,
     admin_answer,
+    engine_memory,
     eventually,
     folder,
     lookup_message,
+    running_rig,
     store_message,
 )
 
-pytest_plugins = ("tests.link_rig",)
 ONE = SessionID(1)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    """A running server."""
+    with running_rig() as running:
+        yield running
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    """An engine's memory."""
+    with engine_memory() as descriptor:
+        yield descriptor
 
 
 def test_effects_reach_the_hands_and_events_come_back_in_order(rig: Rig) -> None:

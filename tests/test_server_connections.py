@@ -6,7 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from kvstore.core.messages import (
     Attach,
@@ -19,15 +22,30 @@ from kvstore.server_connections import OUTGOING_BYTES_MAX
 from tests.link_rig import (
     Peer,
     Rig,
+    engine_memory,
     eventually,
     lookup_message,
     open_descriptors,
+    running_rig,
     store_message,
 )
 
-pytest_plugins = ("tests.link_rig",)
 ROOT = Path(__file__).resolve().parent.parent
 ONE = SessionID(1)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    """A running server."""
+    with running_rig() as running:
+        yield running
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    """An engine's memory."""
+    with engine_memory() as descriptor:
+        yield descriptor
 
 
 def test_the_stream_ends_only_after_the_core_has_detached(rig: Rig, memory: int) -> None:

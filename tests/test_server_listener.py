@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from kvstore.core.errors import (
     ConfigError,
@@ -17,9 +20,15 @@ from tests.link_rig import (
     Peer,
     Rig,
     folder,
+    running_rig,
 )
 
-pytest_plugins = ("tests.link_rig",)
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    """A running server."""
+    with running_rig() as running:
+        yield running
 
 
 def test_the_socket_is_private(rig: Rig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,16 +23,31 @@ from tests.link_rig import (
     DEADLINE_S,
     Peer,
     Rig,
+    engine_memory,
     eventually,
     folder,
     layout,
     lookup_message,
     open_descriptors,
     register_message,
+    running_rig,
 )
 
-pytest_plugins = ("tests.link_rig",)
 ONE = SessionID(1)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    """A running server."""
+    with running_rig() as running:
+        yield running
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    """An engine's memory."""
+    with engine_memory() as descriptor:
+        yield descriptor
 
 
 def test_a_registration_brings_memory_then_the_mover_then_the_core(rig: Rig, memory: int) -> None:

@@ -3,6 +3,8 @@ scripted core."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from kvstore.core.messages import (
@@ -18,9 +20,15 @@ from tests.link_rig import (
     eventually,
     frame,
     lookup_message,
+    running_rig,
 )
 
-pytest_plugins = ("tests.link_rig",)
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    """A running server."""
+    with running_rig() as running:
+        yield running
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from kvstore.core.errors import (
 )
 from kvstore.testing import pattern, scanned
 from kvstore.tiers.nvme import NvmeTier
-from kvstore.tiers.slabs import BlockIO, DirectIO
+from kvstore.tiers.slabs import BlockIO, DirectIO, SlabFolder
 from tests.nvme_bench import (
     PAYLOAD_BYTES,
     SLAB_BYTES,
@@ -164,6 +164,37 @@ def test_truncated_file_is_scanned_whole_and_grown_on_write(tmp_path: Path, end:
     assert (tmp_path / "slab_0_16384.kv").stat().st_size == SLAB_BYTES
     assert found(tier) == {number: number + 1 for number in range(whole)} | {7: 70}
     tier.close()
+
+
+def test_full_device_while_a_file_is_grown_back(tier: NvmeTier, io: FaultyIO) -> None:
+    """Field case 63: a truncated file can't be grown; it keeps the whole slots that it has."""
+    for number in range(8):
+        put(tier, number, number + 1)
+    tier.close()
+    os.truncate(tier.folder / "slab_0_16384.kv", 3 * SLOT_BYTES + 5000)
+    tier.open()
+    io.allocate_error = errno.ENOSPC
+    with pytest.raises(CapacityError):
+        put(tier, 7, 70)
+    assert (tier.folder / "slab_0_16384.kv").stat().st_size == 3 * SLOT_BYTES
+    assert found(tier) == {0: 1, 1: 2, 2: 3}
+    io.allocate_error = None
+    put(tier, 7, 70)
+    assert found(tier) == {0: 1, 1: 2, 2: 3, 7: 70}
+
+
+def test_file_removed_while_in_use_is_closed_by_its_last_user(tmp_path: Path) -> None:
+    """The descriptor stays good for who has it, and isn't leaked."""
+    folder = SlabFolder(tmp_path, SLAB_BYTES, DirectIO.OFF, BlockIO())
+    folder.open(SLABS)
+    with folder.allocated(place(0)):
+        pass
+    with folder.existing(0, SLOT_BYTES) as fd:
+        folder.remove_all("a test")
+        assert os.fstat(fd).st_nlink == 0
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    folder.close()
 
 
 def test_file_removed_under_the_tier_is_a_miss(tmp_path: Path) -> None:

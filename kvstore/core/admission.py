@@ -16,16 +16,17 @@ class ByteBudget:
         self._level_bytes = self._burst_bytes
         self._filled_at: float | None = None
 
-    def admit(self, nbytes: int, now: float) -> bool:
-        """Take ``nbytes`` if they are there; a refusal takes nothing. A chunk larger than the whole
-        bucket passes when the bucket is full, so that no size starves."""
+    def has_room(self, nbytes: int, now: float) -> bool:
+        """Whether ``nbytes`` may enter now. What is larger than the whole bucket may enter when the
+        bucket is full, so that no size starves."""
         if not self._bytes_s:
             return True
         if self._filled_at is not None:
             gained = (now - self._filled_at) * self._bytes_s
             self._level_bytes = min(self._burst_bytes, self._level_bytes + gained)
         self._filled_at = now
-        if self._level_bytes < min(nbytes, self._burst_bytes):
-            return False
+        return self._level_bytes >= min(nbytes, self._burst_bytes)
+
+    def spend(self, nbytes: int) -> None:
+        """``nbytes`` have entered."""
         self._level_bytes -= nbytes
-        return True

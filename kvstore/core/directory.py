@@ -60,8 +60,7 @@ class Directory:
         host = self.host.visible_run(space, keys)
         nvme = 0 if self.nvme is None else self.nvme.visible_run(space, keys)
         chunks = max(host, nvme)
-        if window_chunks:
-            chunks = self._step_down(space, keys, chunks, window_chunks)
+        chunks = self.step_down(space, keys, chunks, window_chunks)
         host = min(host, chunks)
         self._count(len(keys) // KEY_BYTES, host, chunks)
         pins = self._deepest(self.host, space, keys, host)
@@ -145,7 +144,7 @@ class Directory:
         tree.touch(copy)
         return [(tree, copy)]
 
-    def _step_down(self, space: Space, keys: bytes, chunks: int, window_chunks: int) -> int:
+    def step_down(self, space: Space, keys: bytes, chunks: int, window_chunks: int) -> int:
         """The longest hit up to ``chunks`` whose last ``window_chunks`` have their WINDOW parts."""
         whole = 0
         place = chunks

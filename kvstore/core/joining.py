@@ -75,10 +75,14 @@ class Joining:
                 self._state.reply(session.id, 0, engine.state())
 
     def set_revision(self, session: Session, number: int, message: SetRevision) -> None:
+        """Go on under another revision; refused, it leaves everything as it was."""
         engine = session.engine
+        namespace, space = engine.namespace, engine.space
         refused = self._state.engines.set_revision(engine, message)
+        if refused is None and space is not None:
+            refused = self._make_ready(engine, but=session.id)
+            if refused is not None:
+                engine.namespace, engine.space = namespace, space
         if refused is None:
             self._state.leases.end_engine(engine.key)
-        if refused is None and engine.space is not None:
-            refused = self._make_ready(engine, but=session.id)
         self._state.reply(session.id, number, refused or engine.state())

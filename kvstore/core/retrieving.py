@@ -95,6 +95,8 @@ class Retrieving:
             target = state.directory.stage(header.part, header.shard, header.payload_bytes)
         if target is None:
             return False
+        if target.owner is not None:
+            target.owner.stores = max(target.owner.stores, state.limits.admit_after)
         target.hold(job.id)
         job.target = target
         return True
@@ -208,7 +210,7 @@ class Retrieving:
         elif status is MoveStatus.OK:
             self._state.directory.host.landed(target)
         elif target.state is SlotState.RESERVED:
-            self._state.directory.host.fail(target)
+            self._state.directory.host.fail(target, None)
 
     def _give_up(self, source: Slot) -> None:
         """Bytes at rest are bad: the chunk leaves the tier, and its header is overwritten so that

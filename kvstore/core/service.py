@@ -210,7 +210,9 @@ class Service:
                 state.lookup_tokens += count * engine.tokens_per_chunk
                 state.hit_tokens += chunks * engine.tokens_per_chunk
             else:
-                chunks = lease.chunks
+                chunks = state.directory.step_down(
+                    space, lease.keys, lease.chunks, engine.window_chunks
+                )
         status = HitStatus.HIT if chunks else HitStatus.MISS
         state.reply(session.id, number, LookupReply(status, chunks))
 
@@ -298,6 +300,9 @@ class Service:
         while again:
             again = False
             for tree in state.directory.trees():
+                for reason, count in tree.lost.items():
+                    state.drop(reason, count)
+                tree.lost.clear()
                 settled, tree.settled = tree.settled, []
                 committed, tree.committed = tree.committed, []
                 again = again or bool(settled or committed)

@@ -155,7 +155,9 @@ class SlabSpace:
         mine = sizes[slot_bytes]
         if mine == len(self._slabs):
             return None
-        share = max(1, self.limits.slabs // (len(+sizes) + (mine == 0)))
+        total = len(self._slabs) + len(self._uncut)
+        total += 0 if self.growth_stopped else len(self._never_cut)
+        share = max(1, total // (len(+sizes) + (mine == 0)))
         if mine >= share:
             return None
         donors = (

@@ -15,6 +15,7 @@ class Drop(Enum):
     ENGINE_NOT_READY = "engine_not_ready"
     SESSION_LIMIT = "session_limit"
     PARENT_MISSING = "parent_missing"
+    PARENT_LOST = "parent_lost"
     NULL_BLOCK = "null_block"
     CANCELLED = "cancelled"
     SESSION_LOST = "session_lost"

@@ -9,7 +9,7 @@ from kvstore.core.blocks import ChunkBlocks, check_blocks
 from kvstore.core.chunk import Chain
 from kvstore.core.engines import Session
 from kvstore.core.errors import InvariantError
-from kvstore.core.keys import KEY_BYTES
+from kvstore.core.keys import KEY_BYTES, NO_PARENT
 from kvstore.core.layout import Layout, Part, Shard
 from kvstore.core.messages import ChunkHeader, MoveKind, MoveStatus, Refused, Store
 from kvstore.core.slots import Handle, Slot, SlotState
@@ -47,6 +47,8 @@ class Storing:
             return
         chunks = len(message.keys) // KEY_BYTES
         blocks = check_blocks(layout, chunks, message.blocks)
+        if (message.first == 0) != (message.parent == NO_PARENT):
+            blocks = f"first={message.first} goes with a parent key unless it is 0"
         if isinstance(blocks, str):
             state.reply(session.id, number, Refused(f"store: {blocks}"))
             return
@@ -69,11 +71,10 @@ class Storing:
         """No slot of the ticket commits any more, and it waits for no other session's. Its running
         Moves are waited for all the same; what has committed stays."""
         state = self._state
-        for handle in ticket.own_slots:
+        for handle in reversed(ticket.own_slots):
             slot = handle.slot
             if not handle.is_stale() and slot.state is SlotState.RESERVED:
-                state.drop(reason)
-                state.directory.host.fail(slot)
+                state.directory.host.fail(slot, reason)
         for handle in ticket.joined:
             if not handle.is_stale():
                 waits = handle.slot.waits
@@ -90,8 +91,7 @@ class Storing:
         if status is MoveStatus.OK:
             state.directory.host.landed(slot)
         elif slot.state is SlotState.RESERVED:
-            state.drop(Drop.STORE_FAILED)
-            state.directory.host.fail(slot)
+            state.directory.host.fail(slot, Drop.STORE_FAILED)
         state.end_wait(job, status is MoveStatus.OK)
         state.let_go(job)
 
@@ -139,7 +139,7 @@ class Storing:
             slot.waits.append(ticket.wait(chunk))
             ticket.joined.append(Handle.of(slot))
         else:
-            self._again(slot)
+            self._again(batch, slot)
         return None
 
     def _reserve(self, batch: _Batch, chunk: int, header: ChunkHeader) -> Drop | None:
@@ -149,7 +149,7 @@ class Storing:
         if isinstance(slot, Drop):
             return slot
         if slot.owner is not None and header.part is Part.FULL:
-            slot.owner.stores += 1
+            slot.owner.count_store(batch.shard.rank())
         slot.waits.append(ticket.wait(chunk))
         ticket.own_slots.append(Handle.of(slot))
         job = Job(
@@ -165,10 +165,10 @@ class Storing:
         state.transfers.push(job)
         return None
 
-    def _again(self, slot: Slot) -> None:
+    def _again(self, batch: _Batch, slot: Slot) -> None:
         """A chunk that is there is stored again: a use, and a reason to write it to NVMe."""
         copy = slot.owner
         if copy is not None and slot.part is Part.FULL:
             self._state.directory.host.touch(copy)
-            copy.stores += 1
+            copy.count_store(batch.shard.rank())
         self._writing.consider(slot)

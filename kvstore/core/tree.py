@@ -9,12 +9,13 @@ Two rules make a lookup one bisection:
   slab taken for another size) is doomed: the copy leaves at once, its subtree is hidden and swept
   in bounded steps. While anything is hidden, lookups walk from the head and check each link.
 
-Whoever waits for a slot is told through ``settled``, and new READY slots appear in ``committed``;
-the service drains both after each event.
+Whoever waits for a slot is told through ``settled``, new READY slots appear in ``committed``, and
+``lost`` counts cancelled ones; the service drains them after each event.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from kvstore.core.candidates import Candidates
@@ -47,6 +48,7 @@ class Tree:
         self.slabs = SlabSpace(tier, limits)
         self.settled: list[tuple[Wait, bool]] = []
         self.committed: list[Slot] = []
+        self.lost: Counter[Drop] = Counter()
         self.evictions = 0
         self.linear = False
         """Set while a scan restores the tree: links may be missing, so lookups walk."""
@@ -83,7 +85,7 @@ class Tree:
         return None if copy is None else copy.slot(header.part, header.shard)
 
     def keeps(self, space: Space, slot: Slot) -> bool:
-        """Whether this tier has, or is getting, what a slot of another tier keeps."""
+        """Whether this tier has, or is getting, what another tier's slot keeps."""
         copy = None if slot.owner is None else self.find(space, slot.owner.key)
         if copy is None or copy.slot(slot.part, slot.shard) is None:
             return False
@@ -157,21 +159,22 @@ class Tree:
         if slot.state is not SlotState.RESERVED or copy is None:
             return
         if not copy.live or not copy.space.alive:
-            self.fail(slot)
+            self.fail(slot, Drop.CLEARED)
             return
         slot.landed = True
         self._advance(copy, slot.shard)
 
-    def fail(self, slot: Slot) -> None:
-        """A RESERVED slot will not be filled: cancel it, and what of the same shard hangs below
-        it."""
+    def fail(self, slot: Slot, reason: Drop | None = None) -> None:
+        """A RESERVED slot will not be filled: cancel it, counted under ``reason``, and what of the
+        same shard hangs below it, counted as PARENT_LOST."""
         stack = [slot]
         while stack:
             top = stack.pop()
             copy = top.owner
             if top.state is not SlotState.RESERVED or copy is None:
                 continue
-            self._cancel(top)
+            self._cancel(top, reason)
+            reason = Drop.PARENT_LOST
             if top.part is Part.FULL:
                 below = [copy.slot(Part.WINDOW, top.shard)]
                 below += [child.slot(Part.FULL, top.shard) for child in copy.children()]
@@ -296,8 +299,10 @@ class Tree:
         slot.waits = []
         self.committed.append(slot)
 
-    def _cancel(self, slot: Slot) -> None:
+    def _cancel(self, slot: Slot, reason: Drop | None) -> None:
         copy = slot.owner
+        if reason is not None:
+            self.lost[reason] += 1
         if copy is not None and copy.slot(slot.part, slot.shard) is slot:
             copy.parts[slot.part][slot.shard] = None
         self.settled += [(wait, False) for wait in slot.waits]
@@ -314,14 +319,8 @@ class Tree:
 
     def _orphan(self, copy: Copy) -> None:
         """Take out a copy that has no slot."""
-        parent = copy.parent
-        copy.live = False
-        self._rooted_last = None
-        copy.space.index[self.tier].remove(copy)
-        copy.unlink()
+        self._drop(copy)
         self._hidden.add(copy)
-        if parent is not None and parent.live:
-            self.offer(parent)
 
     def _drop(self, copy: Copy) -> None:
         """Take a copy and its slots out of everything but its children's links."""
@@ -330,7 +329,7 @@ class Tree:
         copy.space.index[self.tier].remove(copy)
         for slot in list(copy.slots()):
             if slot.state is SlotState.RESERVED:
-                self._cancel(slot)
+                self._cancel(slot, Drop.PARENT_LOST if copy.space.alive else Drop.CLEARED)
             elif slot.state is SlotState.READY:
                 slot.doom()
                 if slot.free_if_dead():

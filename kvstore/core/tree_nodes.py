@@ -24,6 +24,7 @@ class Copy:
 
     ``ready[part]`` counts READY slots; a copy is visible once every shard's FULL part is READY.
     ``live`` is False from the moment that it has left the index; ``leases`` and ``stores`` count.
+    Stores are those by the rank that stored it first, so that an engine's ranks count as one.
     """
 
     __slots__ = (
@@ -39,6 +40,7 @@ class Copy:
         "previous_sibling",
         "ready",
         "space",
+        "stored_by",
         "stores",
     )
 
@@ -58,10 +60,18 @@ class Copy:
         self.live = True
         self.leases = 0
         self.stores = 0
+        self.stored_by: int | None = None
         self.last_use = 0
 
     def __repr__(self) -> str:
         return f"Copy({self.key.hex()[:8]} depth {self.depth})"
+
+    def count_store(self, rank: int) -> None:
+        """A rank of some engine has stored it, once more or for the first time."""
+        if self.stored_by is None:
+            self.stored_by = rank
+        if self.stored_by == rank:
+            self.stores += 1
 
     def visible(self) -> bool:
         """Whether readers may see it: every shard's FULL part is READY and its epoch is current."""

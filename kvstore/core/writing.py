@@ -79,8 +79,7 @@ class Writing:
         else:
             full = status is MoveStatus.NO_SPACE
             if target.state is SlotState.RESERVED:
-                self._state.drop(Drop.NVME_FULL if full else Drop.NVME_WRITE_FAILED)
-                nvme.fail(target)
+                nvme.fail(target, Drop.NVME_FULL if full else Drop.NVME_WRITE_FAILED)
             if full:
                 self._stop_growth(nvme, target)
         self._state.let_go(job)
@@ -137,7 +136,7 @@ class Writing:
         header = slot_header(slot, 0)
         if nvme.current(slot.owner.space, header) is not None:
             return None
-        if not state.budget.admit(header.payload_bytes, state.now):
+        if not state.budget.has_room(header.payload_bytes, state.now):
             state.drop(Drop.NVME_BUDGET)
             return None
         target = nvme.reserve(slot.owner.space, header)
@@ -145,6 +144,7 @@ class Writing:
             missing = target is Drop.PARENT_MISSING
             state.drop(Drop.NVME_PARENT_MISSING if missing else target)
             return None
+        state.budget.spend(header.payload_bytes)
         slot.write_queued = True
         state.sequence += 1
         header = replace(header, sequence=state.sequence)

@@ -45,9 +45,9 @@ class Manifest:
 
 
 def load(folder: Path) -> Manifest | None:
-    """The folder's manifest, or None where there is none; a temporary file that a crash left is
-    removed. Raises ConfigError, saying what to do, for a file that this version can't read."""
-    (folder / _TEMPORARY).unlink(missing_ok=True)
+    """The folder's manifest, or None where there is none. Raises ConfigError, saying what to do,
+    for a file that this version can't read. (A temporary file that a crash left goes with the
+    next save.)"""
     path = folder / FILE_NAME
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

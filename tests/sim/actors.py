@@ -24,6 +24,7 @@ from kvstore.core.messages import (
     SetRevision,
     Store,
 )
+from tests.sim.nonsense import nonsense, stranger, tangled
 from tests.sim.shapes import TOKENS_PER_CHUNK, EngineShape
 from tests.sim.views import SessionView
 from tests.sim.world import World
@@ -71,10 +72,32 @@ class FakeEngine:
             session, number = rng.choice(self.tickets)
             if session in self.world.model.sessions and not self._gone(session):
                 self.world.request(session, Cancel(number + (rng.random() < 0.1)))
+        elif rng.random() < self.world.setting.faults.nonsense:
+            self._talk_nonsense()
         elif len(self.jobs) < 4 and (not self.jobs or rng.random() < 0.3):
             self._begin()
         elif self.jobs:
             self._advance(rng.choice(self.jobs))
+
+    def _talk_nonsense(self) -> None:
+        rng = self.world.rng
+        views = [s for s in [*self.workers.values(), self.scheduler] if s is not None]
+        views = [view for view in views if view.joined]
+        if not views:
+            return
+        view = rng.choice(views)
+        kind = rng.random()
+        if kind < 0.2:
+            stranger(self.world, view)
+        elif kind < 0.5 and view.memory is not None and self.jobs:
+            count = rng.randint(1, 3)
+            real = list(rng.choice(self.jobs).keys)
+            keys, first, parent = tangled(rng, real, count)
+            blocks = self._lend(view, count, None)
+            if blocks is not None:
+                self.world.request(view.id, Store("tangled", keys, first, parent, blocks))
+        else:
+            nonsense(self.world, view)
 
     def namespace(self) -> bytes:
         """The digest that keys start from; empty while the engine isn't ready."""
@@ -128,7 +151,8 @@ class FakeEngine:
 
     def _joined(self, view: SessionView) -> Callable[[Reply], None]:
         def joined(reply: Reply) -> None:
-            if not isinstance(reply.body, EngineState):
+            view.joined = isinstance(reply.body, EngineState)
+            if not view.joined:
                 self.world.at(0.0, lambda: self._left_if_present(view))
 
         return joined

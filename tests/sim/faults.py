@@ -16,6 +16,8 @@ didn't:
 * A manifest can't be written.
 * Engines cancel, repeat, release, or forget what they asked for, at any time, and ask for what
   isn't there.
+* Engines send nonsense: blocks that aren't theirs, stores with an impossible place in a chain,
+  requests of sessions that never registered.
 
 What it doesn't inject: hands that report a Move's end early or touch memory afterwards, bits that
 flip in host memory (DESIGN: host slots are trusted), and engines that reuse blocks before they are
@@ -47,6 +49,7 @@ class Faults:
     persist_fails: float = 0.05
     cancel: float = 0.1
     forget_release: float = 0.2
+    nonsense: float = 0.02
 
 
 NONE = Faults(**{field.name: 0.0 for field in fields(Faults)})

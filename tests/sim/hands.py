@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from kvstore.core.keys import NO_PARENT
 from kvstore.core.layout import NULL_BLOCK, Layout, Part
 from kvstore.core.limits import Limits
 from kvstore.core.messages import (
@@ -331,9 +332,8 @@ class Hands:
         content = self.arena.contents.get(_place(move.source))
         if content is None or not content.whole:
             raise SimulationError(f"Move {move.id} reads {move.source}, which isn't whole")
-        mine = replace(move.header, sequence=content.header.sequence)
-        if content.header != mine:
-            raise SimulationError(f"Move {move.id} reads {move.source}, where {content.header} is")
+        if _identity(move.header) != _identity(content.header):
+            raise SimulationError(f"Move {move.id} of {move.header} reads {content.header} instead")
 
 
 def expected_blocks(layout: Layout, part: Part) -> list[int]:
@@ -342,6 +342,11 @@ def expected_blocks(layout: Layout, part: Part) -> list[int]:
     for group in layout.part_groups(part):
         groups += [group] * layout.blocks_per_chunk(group)
     return groups
+
+
+def _identity(header: ChunkHeader) -> ChunkHeader:
+    """A header without what an engine may have said wrong about a chunk's place in its chain."""
+    return replace(header, sequence=0, parent=NO_PARENT, depth=0)
 
 
 def _content(header: ChunkHeader, halves: list[Half]) -> Content:

@@ -37,7 +37,7 @@ from kvstore.core.messages import (
 from tests.sim.errors import SimulationError
 from tests.sim.hands import Hands
 from tests.sim.media import BlockID, Half, Pattern, unpack
-from tests.sim.views import SessionView, SpaceKey, SpaceView, TicketView, split
+from tests.sim.views import SessionView, SpaceKey, SpaceView, TicketView, fits, split
 
 PartKey = tuple[str, bytes, bytes, int, Part]
 """(tenant, namespace digest, key, shard, part)."""
@@ -98,8 +98,8 @@ class Model:
         name, message = (request.session, request.id), request.message
         self.open[name] = message
         self.counts[type(message).__name__] += 1
-        if isinstance(message, (Store, Retrieve)):
-            session = self.sessions[request.session]
+        session = self.sessions[request.session]
+        if isinstance(message, (Store, Retrieve)) and fits(message, session):
             view = self.spaces.get(session.space())
             storing = isinstance(message, Store)
             clears = 0 if view is None else view.clears if storing else view.cleared
@@ -108,7 +108,7 @@ class Model:
             if storing:
                 _fill(ticket)
         if isinstance(message, Release):
-            self.seen.pop((*self.sessions[request.session].engine(), message.request), None)
+            self.seen.pop((*session.engine(), message.request), None)
 
     def clear(self, name: Name, tenant: str | None, model: str | None) -> None:
         """A clear is about to be delivered."""
@@ -230,7 +230,9 @@ class Model:
             raise SimulationError(f"a hit of {body.chunks}, but {expected} chunks must be there")
         self.counts["hits that had to be"] += expected
         until_s = world.now + self.lease_s
-        self.seen[name] = Seen(message.keys, body.chunks, count, until_s)
+        self.seen.pop(name, None)
+        if body.chunks:
+            self.seen[name] = Seen(message.keys, body.chunks, count, until_s)
 
     def _check_present(self, session: SessionView, keys: list[bytes]) -> None:
         """Every part that a hit needs has landed since the last acknowledged clear."""
@@ -331,7 +333,7 @@ def _compare(ticket: TicketView, body: Completed) -> None:
 def _fill(ticket: TicketView) -> None:
     """The engine has computed the chunks that it stores."""
     memory, layout = ticket.session.memory, ticket.session.shape.layout
-    if memory is None or not _fits(ticket, layout):
+    if memory is None:
         return
     for chunk, key in enumerate(ticket.keys()):
         for part in Part:
@@ -339,13 +341,6 @@ def _fill(ticket: TicketView) -> None:
             for pattern, block in zip(ticket.patterns(key, layout, part), blocks, strict=True):
                 if block[1] != NULL_BLOCK:
                     memory.cells[block] = [pattern, pattern]
-
-
-def _fits(ticket: TicketView, layout: Layout) -> bool:
-    """Whether the request is well formed; the core must refuse it otherwise."""
-    chunks = len(ticket.keys())
-    sizes = [4 * chunks * layout.blocks_per_chunk(group) for group in range(len(layout.groups))]
-    return [len(packed) for packed in ticket.message.blocks] == sizes
 
 
 def _check_cell(wanted: Pattern, cell: list[Half], block: BlockID) -> None:

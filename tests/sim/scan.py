@@ -32,7 +32,7 @@ def scan(world: Scanning) -> None:
     Headers only, as at a real start: a legible header in front of a torn payload is reported too.
     Slots that hold nothing may be left out.
     """
-    leave_out = world.rng.random() < 0.0
+    leave_out = world.rng.random() < 0.3
     slots = [s for s in _slots(world) if s.header is not None or not leave_out]
     world.rng.shuffle(slots)
     delay_s = 0.0

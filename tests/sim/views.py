@@ -34,6 +34,7 @@ class SessionView:
     memory: EngineMemory | None = None
     namespace: bytes = b""
     closed: bool = False
+    joined: bool = False
 
     def shard(self) -> int:
         """The shard that it holds."""
@@ -89,3 +90,23 @@ class TicketView:
 def split(keys: bytes) -> list[bytes]:
     """Consecutive keys, one by one."""
     return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+
+
+def fits(message: Store | Retrieve, session: SessionView) -> bool:
+    """Whether a transfer's blocks are what the session's layout calls for; if not, it must be
+    refused."""
+    layout = session.shape.layout
+    if session.memory is None or len(message.blocks) != len(layout.groups):
+        return False
+    for number, packed in enumerate(message.blocks):
+        needed = len(split(message.keys)) * layout.blocks_per_chunk(number)
+        if len(packed) != 4 * needed:
+            return False
+        if any(NULL_BLOCK > block >= layout.groups[number].num_blocks() for block in ids(packed)):
+            return False
+    return True
+
+
+def ids(packed: bytes) -> memoryview:
+    """Packed block IDs as integers."""
+    return memoryview(packed).cast("I")

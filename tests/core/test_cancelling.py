@@ -1,0 +1,413 @@
+"""Cancel and the loss of a session: one Completed, one Detach, and both after the running Moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.core.messages import Done, MoveKind, MoveStatus, SessionClosed, TierName
+from tests.core.driver import Driver, Engine, limits
+
+STATUSES = [MoveStatus.OK, MoveStatus.FAILED]
+
+
+def ready(**settings: float) -> tuple[Driver, Engine]:
+    """A driver with four host slots and an engine."""
+    driver = Driver(limits(**settings))
+    return driver, driver.engine()
+
+
+def cold(**settings: float) -> tuple[Driver, Engine]:
+    """A driver whose prompts of seed 0 (two chunks) are on NVMe only."""
+    driver = Driver(limits(nvme_slots=16, **settings))
+    driver.scanned()
+    engine = driver.engine()
+    engine.put(engine.chain(2))
+    for seed in range(4):
+        engine.put(engine.chain(1, 100 + seed))
+    driver.handed_out.clear()
+    return driver, engine
+
+
+def assert_clean(driver: Driver) -> None:
+    """Nothing is pinned, queued or open any more, and a fill takes every host slot."""
+    assert driver.service.idle()
+    stats = driver.stats()
+    assert (stats.moves_in_flight, stats.moves_queued, stats.write_backlog) == (0, 0, 0)
+    assert all(tier.pinned == 0 for tier in stats.tiers)
+    fresh = driver.engine("fresh", tenant="fresh")
+    assert fresh.put(fresh.chain(4)) == b"\1\1\1\1"
+
+
+# ---------------------------------------------------------------- cancel a store
+
+
+def test_cancel_of_a_queued_store_completes_at_once() -> None:
+    """Its Moves were never handed out: they are dropped, the blocks are the engine's again."""
+    driver, engine = ready(copy_depth=1)
+    other = driver.engine("e2")
+    other.store(other.chain(1, 1))
+    keys = engine.chain(2)
+    number = engine.store(keys)
+    engine.cancel(number)
+    completed = driver.completed(engine.workers[0], number)
+    assert (completed.done, completed.cancelled) == (b"\0\0", True)
+    driver.run()
+    assert driver.count(MoveKind.STORE) == 1
+    assert engine.peek(keys) == 0
+    assert driver.drops("cancelled") == 2
+    assert_clean(driver)
+
+
+@pytest.mark.parametrize("status", STATUSES)
+def test_cancel_of_a_running_store_is_acknowledged_after_its_moves(status: MoveStatus) -> None:
+    """Field case 16: one Move runs, one is queued. The cancel is acknowledged when the running one
+    has ended, whatever way, and nothing commits."""
+    driver, engine = ready(copy_depth=1)
+    keys = engine.chain(2)
+    number = engine.store(keys)
+    engine.cancel(number)
+    assert driver.is_open(engine.workers[0], number)
+    (running,) = driver.moves
+    driver.end(running, status)
+    completed = driver.completed(engine.workers[0], number)
+    assert (completed.done, completed.cancelled) == (b"\0\0", True)
+    assert not driver.moves
+    assert engine.peek(keys) == 0
+    assert_clean(driver)
+
+
+def test_cancel_keeps_what_has_committed() -> None:
+    """Field case 16: chunk 0 of 3 was committed, 1 is running, 2 queued: the mask tells it."""
+    driver, engine = ready(copy_depth=1)
+    keys = engine.chain(3)
+    number = engine.store(keys)
+    driver.end(driver.moves[0])
+    engine.cancel(number)
+    driver.run()
+    assert driver.completed(engine.workers[0], number).done == b"\1\0\0"
+    assert engine.peek(keys) == 1
+    assert_clean(driver)
+
+
+def test_cancel_drops_what_has_landed_and_waits_for_its_parent() -> None:
+    """Chunk 1 has landed, chunk 0 is running: a cancelled store never commits, so chunk 1's slot is
+    free at once and chunk 0's after its Moved."""
+    driver, engine = ready()
+    keys = engine.chain(2)
+    number = engine.store(keys)
+    driver.end(driver.moves[1])
+    engine.cancel(number)
+    assert driver.tier().slots_used == 1
+    driver.run()
+    assert driver.completed(engine.workers[0], number).done == b"\0\0"
+    assert engine.peek(keys) == 0
+    assert_clean(driver)
+
+
+def test_cancel_of_a_store_that_joined_another_is_acknowledged_at_once() -> None:
+    """The second session waits for the first one's Move, which doesn't touch its memory: it needn't
+    wait for it, and the first one's store goes on."""
+    driver, engine = ready()
+    other = driver.engine("e2")
+    keys = engine.chain(1)
+    first, second = engine.store(keys), other.store(keys)
+    other.cancel(second)
+    assert driver.completed(other.workers[0], second).cancelled
+    driver.run()
+    assert driver.completed(engine.workers[0], first).done == b"\1"
+    assert engine.peek(keys) == 1
+
+
+def test_cancel_of_the_writer_fails_those_who_joined_it() -> None:
+    """The first session cancels: the second one is told that the chunk isn't kept, when the
+    running Move allows it or before, and can store it itself."""
+    driver, engine = ready()
+    other = driver.engine("e2")
+    keys = engine.chain(1)
+    first, second = engine.store(keys), other.store(keys)
+    engine.cancel(first)
+    driver.run()
+    assert driver.completed(engine.workers[0], first).cancelled
+    assert driver.completed(other.workers[0], second).done == b"\0"
+    assert other.put(keys) == b"\1"
+
+
+def test_a_key_whose_store_was_cancelled_can_be_stored_while_its_move_still_runs() -> None:
+    """The cancelled slot is held by the old Move; the new store gets another slot, and the old
+    Moved takes nothing from it."""
+    driver, engine = ready()
+    other = driver.engine("e2")
+    keys = engine.chain(1)
+    engine.cancel(engine.store(keys))
+    number = other.store(keys)
+    old, new = driver.moves
+    assert old.target != new.target
+    driver.end(new)
+    driver.end(old)
+    assert driver.completed(other.workers[0], number).done == b"\1"
+    assert engine.peek(keys) == 1
+    assert_clean(driver)
+
+
+# ---------------------------------------------------------------- cancel a retrieve
+
+
+@pytest.mark.parametrize("status", STATUSES)
+def test_cancel_of_a_running_load_is_acknowledged_after_it(status: MoveStatus) -> None:
+    """One LOAD runs, one is queued: the blocks come back after the running one; its source is
+    pinned until then."""
+    driver, engine = ready(copy_depth=1)
+    keys = engine.chain(2)
+    engine.put(keys)
+    number = engine.retrieve(keys)
+    engine.cancel(number)
+    assert driver.is_open(engine.workers[0], number)
+    assert driver.tier().pinned == 1
+    driver.end(driver.moves[0], status)
+    completed = driver.completed(engine.workers[0], number)
+    assert completed.cancelled
+    assert completed.done[1] == 0
+    assert driver.count(MoveKind.LOAD) == 1
+    assert_clean(driver)
+
+
+def test_cancel_of_a_queued_read_drops_it() -> None:
+    """The read lane is full: the READ that nobody waits for any more never goes out."""
+    driver, engine = cold(read_depth=1)
+    keys = engine.chain(2)
+    number = engine.retrieve(keys)
+    engine.cancel(number)
+    assert driver.completed(engine.workers[0], number).cancelled
+    driver.run()
+    assert driver.count(MoveKind.READ) == 1
+    assert driver.count(MoveKind.LOAD) == 0
+    assert_clean(driver)
+
+
+@pytest.mark.parametrize("status", [*STATUSES, MoveStatus.CORRUPT])
+def test_cancel_of_a_running_read_is_acknowledged_at_once(status: MoveStatus) -> None:
+    """A READ touches no engine memory: the cancel needn't wait; the bytes are promoted, or the bad
+    chunk is given up, all the same."""
+    driver, engine = cold()
+    keys = engine.chain(1)
+    number = engine.retrieve(keys)
+    engine.cancel(number)
+    assert driver.completed(engine.workers[0], number).done == b"\0"
+    driver.end(driver.moves[0], status)
+    driver.run()
+    driver.tick()
+    assert driver.count(MoveKind.LOAD) == 0
+    assert engine.peek(keys) == (1 if status is MoveStatus.OK else 0)
+    assert_clean(driver)
+
+
+def test_cancel_of_one_reader_leaves_the_others() -> None:
+    """Two requests wait for one READ; one is cancelled, the other one is served."""
+    driver, engine = cold()
+    keys = engine.chain(1)
+    first, second = engine.retrieve(keys), engine.retrieve(keys, request="r2")
+    engine.cancel(first)
+    assert driver.completed(engine.workers[0], first).done == b"\0"
+    driver.run()
+    assert driver.completed(engine.workers[0], second).done == b"\1"
+    assert driver.count(MoveKind.LOAD) == 1
+
+
+def test_cancel_between_read_and_load_drops_the_load() -> None:
+    """The READ has ended, the LOAD is queued behind another one: it is dropped, and the promoted
+    chunk stays."""
+    driver, engine = cold(copy_depth=1)
+    keys = engine.chain(1)
+    blocker = engine.retrieve(engine.chain(1, 103), request="b")
+    number = engine.retrieve(keys)
+    driver.run(MoveKind.READ)
+    engine.cancel(number)
+    assert driver.completed(engine.workers[0], number).cancelled
+    driver.run()
+    assert driver.completed(engine.workers[0], blocker).done == b"\1"
+    driver.handed_out.clear()
+    engine.get(keys)
+    assert driver.count(MoveKind.READ) == 0
+    assert_clean(driver)
+
+
+# ---------------------------------------------------------------- cancel what isn't there
+
+
+def test_cancel_twice_completes_once() -> None:
+    """Each cancel is answered; the transfer completes one time."""
+    driver, engine = ready()
+    number = engine.store(engine.chain(1))
+    engine.cancel(number)
+    engine.cancel(number)
+    driver.run()
+    assert driver.completed(engine.workers[0], number).cancelled
+    done = [r for r in driver.replies if r.body == Done()]
+    assert len(done) == 2
+
+
+def test_cancel_of_what_has_completed_does_nothing() -> None:
+    """It is answered, and there is no second Completed; the chunk stays."""
+    driver, engine = ready()
+    keys = engine.chain(1)
+    number = engine.store(keys)
+    driver.run()
+    engine.cancel(number)
+    engine.cancel(12345)
+    assert not driver.completed(engine.workers[0], number).cancelled
+    assert engine.peek(keys) == 1
+
+
+def test_a_session_cannot_cancel_anothers_transfer() -> None:
+    """Numbers are the session's own."""
+    driver, engine = ready()
+    other = driver.engine("e2")
+    number = engine.store(engine.chain(1))
+    other.cancel(number)
+    driver.run()
+    assert driver.completed(engine.workers[0], number).done == b"\1"
+
+
+# ---------------------------------------------------------------- the session is lost
+
+
+def test_loss_of_an_idle_session_detaches_it_at_once() -> None:
+    """No Move uses its memory."""
+    driver, engine = ready()
+    driver.close(engine.workers[0])
+    assert driver.detached == [engine.workers[0]]
+
+
+def test_loss_of_a_session_that_never_registered_detaches_it() -> None:
+    """Its socket has to be closed all the same."""
+    driver, _ = ready()
+    stranger = driver.session()
+    driver.close(stranger)
+    assert driver.detached == [stranger]
+
+
+@pytest.mark.parametrize("status", STATUSES)
+def test_loss_while_storing_detaches_after_the_last_move_and_commits_nothing(
+    status: MoveStatus,
+) -> None:
+    """Field case 47: two Moves run, one is queued. The mapping is dropped with the second Moved,
+    once, nobody is answered, and the slots are free."""
+    driver, engine = ready(copy_depth=2)
+    keys = engine.chain(3)
+    number = engine.store(keys)
+    driver.close(engine.workers[0])
+    first, second = driver.moves
+    driver.end(first, status)
+    assert not driver.detached
+    driver.end(second, status)
+    assert driver.detached == [engine.workers[0]]
+    assert driver.is_open(engine.workers[0], number)
+    assert driver.drops("session_lost") == 3
+    assert driver.tier().slots_used == 0
+    assert_clean(driver)
+
+
+@pytest.mark.parametrize("status", STATUSES)
+def test_loss_while_loading_detaches_after_the_last_move(status: MoveStatus) -> None:
+    """Field case 47: the source stays pinned, and the memory mapped, until the LOAD has ended."""
+    driver, engine = ready(copy_depth=1)
+    keys = engine.chain(2)
+    engine.put(keys)
+    engine.retrieve(keys)
+    driver.close(engine.workers[0])
+    assert not driver.detached
+    assert driver.tier().pinned == 1
+    driver.end(driver.moves[0], status)
+    assert driver.detached == [engine.workers[0]]
+    assert_clean(driver)
+
+
+def test_loss_while_everything_is_queued_detaches_at_once() -> None:
+    """Field case 47: another session's Move fills the lane: the lost one's Moves are dropped, and
+    it is detached once."""
+    driver, engine = ready(copy_depth=1)
+    other = driver.engine("e2")
+    other.store(other.chain(1, 1))
+    engine.store(engine.chain(2))
+    driver.close(engine.workers[0])
+    assert driver.detached == [engine.workers[0]]
+    driver.run()
+    assert_clean(driver)
+
+
+def test_loss_while_reading_detaches_at_once() -> None:
+    """A READ doesn't use the session's memory; it goes on for the cache's sake."""
+    driver, engine = cold()
+    engine.retrieve(engine.chain(2))
+    driver.close(engine.workers[0])
+    assert driver.detached == [engine.workers[0]]
+    driver.run()
+    assert driver.count(MoveKind.LOAD) == 0
+    assert_clean(driver)
+
+
+def test_loss_of_the_one_who_writes_fails_those_who_joined() -> None:
+    """The joined session is told, and its own store works then."""
+    driver, engine = ready()
+    other = driver.engine("e2")
+    keys = engine.chain(1)
+    engine.store(keys)
+    number = other.store(keys)
+    driver.close(engine.workers[0])
+    assert driver.completed(other.workers[0], number).done == b"\0"
+    assert other.put(keys) == b"\1"
+    assert driver.detached == [engine.workers[0]]
+
+
+def test_loss_of_one_who_joined_leaves_the_writer() -> None:
+    """It is detached at once, as the Move isn't its own."""
+    driver, engine = ready()
+    other = driver.engine("e2")
+    keys = engine.chain(1)
+    number = engine.store(keys)
+    other.store(keys)
+    driver.close(other.workers[0])
+    assert driver.detached == [other.workers[0]]
+    driver.run()
+    assert driver.completed(engine.workers[0], number).done == b"\1"
+
+
+def test_requests_of_a_lost_session_are_ignored() -> None:
+    """A request that was on the way when the socket broke changes nothing while Moves end."""
+    driver, engine = ready()
+    engine.store(engine.chain(1))
+    driver.close(engine.workers[0])
+    number = engine.store(engine.chain(1, 1))
+    assert driver.is_open(engine.workers[0], number)
+    assert len(driver.moves) == 1
+    driver.run()
+    assert driver.detached == [engine.workers[0]]
+
+
+@pytest.mark.parametrize("copy_depth", [1, 2, 8])
+@pytest.mark.parametrize("ended", range(9))
+def test_a_session_may_be_lost_at_any_step(ended: int, copy_depth: int) -> None:
+    """Field case 47: store, retrieve and a retrieve from NVMe of one engine, and the same store of
+    another one. After ``ended`` of the Moves the first is lost: one Detach, nothing leaks, the
+    other one is answered, and what is visible afterwards can be retrieved."""
+    driver, engine = cold(copy_depth=copy_depth)
+    other = driver.engine("e2")
+    engine.lookup(engine.chain(2))
+    engine.retrieve(engine.chain(1, 103), request="b")
+    engine.retrieve(engine.chain(2))
+    shared = engine.chain(2, 7)
+    engine.store(shared)
+    number = other.store(shared)
+    for _ in range(ended):
+        if driver.moves:
+            driver.end(driver.moves[-1])
+    driver.event(SessionClosed(engine.workers[0]))
+    driver.run()
+    driver.close(engine.scheduler)
+    assert driver.detached == [engine.workers[0], engine.scheduler]
+    assert driver.stats().leases == 0
+    done = driver.completed(other.workers[0], number).done
+    assert other.peek(shared) >= done.count(1)
+    assert other.get(shared)[: other.peek(shared)] == b"\1" * other.peek(shared)
+    assert driver.tier(TierName.NVME).pinned == 0
+    assert_clean(driver)

@@ -1,0 +1,420 @@
+"""Engines: ranks, replicas, readiness, refusals in one line, revisions, lost workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvstore.core import spaces
+from kvstore.core.keys import Namespace
+from kvstore.core.layout import LayerGroup, Layout, Shard, TensorSpan
+from kvstore.core.limits import Limits, TierLimits
+from kvstore.core.messages import (
+    Attach,
+    EngineState,
+    Refused,
+    Register,
+    SessionID,
+    SetRevision,
+)
+from tests.core.driver import BLOCK_BYTES, MODEL, Driver, Engine, layout, limits
+
+GRID = Shard(tp_size=2, pp_size=2)
+
+
+def register(
+    driver: Driver,
+    shard: Shard,
+    shape: Layout | None = None,
+    namespace: Namespace = MODEL,
+    tenant: str = "t1",
+) -> tuple[SessionID, EngineState | Refused]:
+    """Register a worker of engine "e1" on a new session."""
+    session = driver.session()
+    body = driver.ask(session, Register("e1", tenant, namespace, shape or layout(), shard))
+    assert isinstance(body, EngineState | Refused)
+    return session, body
+
+
+def refusal(body: EngineState | Refused) -> str:
+    """The reason, which is one line."""
+    assert isinstance(body, Refused), body
+    assert "\n" not in body.reason
+    return body.reason
+
+
+def pushes(driver: Driver, session: SessionID) -> list[EngineState]:
+    """What a session was told without asking."""
+    return [body for body in driver.answers(session, 0) if isinstance(body, EngineState)]
+
+
+# ---------------------------------------------------------------- ready
+
+
+def test_an_engine_is_ready_with_its_last_rank() -> None:
+    """2 x 2 ranks register in any order: each is told that the engine isn't ready, the last one
+    that it is, and then all others are told so, with the same namespace."""
+    driver = Driver(limits())
+    sessions = []
+    for pp_rank, tp_rank in ((1, 1), (0, 0), (1, 0)):
+        session, body = register(driver, replace(GRID, pp_rank=pp_rank, tp_rank=tp_rank))
+        sessions.append(session)
+        assert isinstance(body, EngineState)
+        assert (body.ready, body.namespace, body.tokens_per_chunk) == (False, b"", 16)
+    _, last = register(driver, replace(GRID, pp_rank=0, tp_rank=1))
+    assert isinstance(last, EngineState)
+    assert last.ready
+    assert len(last.namespace) == 32
+    assert [pushes(driver, session) for session in sessions] == [[last]] * 3
+    (stats,) = driver.stats().engines
+    assert (stats.ready, stats.ranks_registered, stats.ranks) == (True, 4, 4)
+
+
+def test_a_2x2_engine_stores_four_shards_a_chunk() -> None:
+    """Each rank's part is a shard of its own; the chunk is a hit with the fourth."""
+    driver = Driver(limits())
+    shards = [replace(GRID, pp_rank=pp, tp_rank=tp) for pp in range(2) for tp in range(2)]
+    engine = driver.engine(shards=shards)
+    keys = engine.chain(1)
+    for rank in range(4):
+        assert engine.peek(keys) == 0
+        engine.store(keys, rank)
+        driver.run()
+    assert engine.peek(keys) == 1
+    assert driver.tier().slots_used == 4
+    assert sorted(move.header.shard for move in driver.handed_out) == [0, 1, 2, 3]
+
+
+def test_replicas_are_stored_once_and_must_all_be_there() -> None:
+    """Four ranks, two replicas each: two shards a chunk, whichever rank of a pair stores first; the
+    engine is ready with all four."""
+    driver = Driver(limits())
+    shape = Shard(tp_size=4, replicas=2)
+    for rank in range(3):
+        _, body = register(driver, replace(shape, tp_rank=rank))
+        assert isinstance(body, EngineState)
+        assert not body.ready
+    _, body = register(driver, replace(shape, tp_rank=3))
+    assert isinstance(body, EngineState)
+    assert body.ready
+    other = Driver(limits())
+    engine = other.engine(shards=[replace(shape, tp_rank=rank) for rank in range(4)])
+    assert engine.put(engine.chain(1)) == b"\1"
+    assert other.tier().slots_used == 2
+    assert [engine.get(engine.chain(1), rank) for rank in range(4)] == [b"\1"] * 4
+
+
+def test_a_pipeline_may_have_another_layout_in_each_stage() -> None:
+    """Stage 0 keeps 4 KiB a chunk, stage 1 8 KiB: slots of both sizes, one hit, and a family
+    leaves as a whole."""
+    driver = Driver(Limits(host=TierLimits(2, 4 * BLOCK_BYTES)))
+    tensors = (TensorSpan(0, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES, 4096),)
+    wide = Layout("float32", 16, (LayerGroup("full", 16, None, tensors),))
+    engine = Engine(driver, "e1", "t1", layout())
+    for rank, shape in enumerate((layout(), wide)):
+        session, body = register(driver, Shard(pp_rank=rank, pp_size=2), shape)
+        engine.workers.append(session)
+    assert isinstance(body, EngineState)
+    assert body.ready
+    engine.digest, engine.scheduler = body.namespace, engine.workers[0]
+    for seed in range(3):
+        assert engine.put(engine.chain(1, seed)) == b"\1"
+    assert [engine.peek(engine.chain(1, seed)) for seed in range(3)] == [0, 1, 1]
+    assert engine.get(engine.chain(1, 2), 1) == b"\1"
+    sizes = {m.header.shard: m.header.payload_bytes for m in driver.handed_out}
+    assert sizes == {0: BLOCK_BYTES, 1: 2 * BLOCK_BYTES}
+
+
+def test_a_scheduler_may_attach_before_any_worker() -> None:
+    """It learns that there is nothing yet, and is told when there is."""
+    driver = Driver(limits())
+    scheduler = driver.session()
+    before = driver.ask(scheduler, Attach("e1", "t1"))
+    assert before == EngineState("e1", False, b"", 0)
+    _, state = register(driver, Shard())
+    assert pushes(driver, scheduler) == [state]
+    late = driver.session()
+    assert driver.ask(late, Attach("e1", "t1")) == state
+
+
+def test_engines_of_two_tenants_share_a_name_and_nothing_else() -> None:
+    """Field case 125, the core's part: tenant 2's scheduler doesn't see tenant 1's engine, and its
+    chunks aren't hits there."""
+    driver = Driver(limits())
+    one = driver.engine("e1", tenant="t1")
+    session = driver.session()
+    assert driver.ask(session, Attach("e1", "t2")) == EngineState("e1", False, b"", 0)
+    two = driver.engine("e1", tenant="t2")
+    one.put(one.chain(2))
+    assert one.digest == two.digest
+    assert (one.peek(one.chain(2)), two.peek(one.chain(2))) == (2, 0)
+    assert two.put(two.chain(2)) == b"\1\1"
+    assert driver.tier().slots_used == 4
+
+
+# ---------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("shard", "shape", "namespace", "words"),
+    [
+        (Shard(1, 4), layout(), MODEL, ("4", "2")),
+        (Shard(1, 2, pp_size=2), layout(), MODEL, ("2, 2", "2, 1")),
+        (Shard(1, 2, replicas=2), layout(), MODEL, ("2, 1, 2", "2, 1, 1")),
+        (Shard(1, 2), layout(), replace(MODEL, revision="r9"), ("r9", "r1")),
+        (Shard(1, 2), layout(2), MODEL, ("32", "16")),
+        (Shard(1, 2), layout(1, window=64), MODEL, ("4", "0")),
+        (Shard(1, 2), layout(dtype="float16"), MODEL, ("float16", "float32")),
+        (Shard(0, 2), layout(), MODEL, ("rank 0", "live session")),
+    ],
+    ids=["tp", "pp", "replicas", "namespace", "chunk", "window", "dtype", "rank"],
+)
+def test_a_worker_that_does_not_fit_is_refused_in_one_line_that_names_both(
+    shard: Shard, shape: Layout, namespace: Namespace, words: tuple[str, ...]
+) -> None:
+    """Rank 0 of 2 is registered; the misfit is refused and everything stays as it was: the right
+    rank 1 makes the engine ready."""
+    driver = Driver(limits())
+    register(driver, Shard(0, 2))
+    session, body = register(driver, shard, shape, namespace)
+    reason = refusal(body)
+    for word in ("'e1'", *words):
+        assert word in reason
+    assert driver.stats().sessions == 1
+    body = driver.ask(session, Register("e1", "t1", MODEL, layout(), Shard(1, 2)))
+    assert isinstance(body, EngineState)
+    assert body.ready
+
+
+def test_replicas_with_different_fingerprints_are_refused() -> None:
+    """They say that they hold the same KV, but pack it differently."""
+    driver = Driver(limits())
+    register(driver, Shard(0, 2, replicas=2))
+    tensors = (TensorSpan(0, 2048, 2048, 64), TensorSpan(1 << 20, 2048, 2048, 64))
+    split = Layout("float32", 16, (LayerGroup("full", 16, None, tensors),))
+    reason = refusal(register(driver, Shard(1, 2, replicas=2), split)[1])
+    assert layout().fingerprint().hex() in reason
+    assert split.fingerprint().hex() in reason
+
+
+def test_a_second_live_registration_of_a_rank_is_refused_and_harms_nobody() -> None:
+    """The first one goes on; the second one gets the place when the first is gone."""
+    driver = Driver(limits())
+    engine = driver.engine()
+    session, body = register(driver, Shard())
+    assert "live session" in refusal(body)
+    assert engine.put(engine.chain(1)) == b"\1"
+    driver.close(engine.workers[0])
+    state = driver.ask(session, Register("e1", "t1", MODEL, layout(), Shard()))
+    assert isinstance(state, EngineState)
+    assert state.ready
+    assert engine.peek(engine.chain(1)) == 1
+
+
+def test_a_session_registers_or_attaches_once() -> None:
+    """A second time is refused, whatever it asks."""
+    driver = Driver(limits())
+    session, _ = register(driver, Shard())
+    for message in (Attach("e2", "t1"), Register("e2", "t1", MODEL, layout(), Shard())):
+        body = driver.ask(session, message)
+        assert isinstance(body, Refused)
+        assert "another connection" in body.reason
+    assert len(driver.stats().engines) == 1
+
+
+def test_sessions_are_limited() -> None:
+    """Two at most: the third is refused with the limit; when one has gone there is room."""
+    driver = Driver(limits(sessions_max=2))
+    engine = driver.engine()
+    session = driver.session()
+    body = driver.ask(session, Attach("e1", "t1"))
+    assert isinstance(body, Refused)
+    assert "2 sessions" in body.reason
+    driver.close(engine.scheduler)
+    assert isinstance(driver.ask(session, Attach("e1", "t1")), EngineState)
+
+
+@pytest.mark.parametrize("nvme_slots", [0, 2])
+def test_a_layout_whose_chunk_fits_no_slab_is_refused(nvme_slots: int) -> None:
+    """Four blocks are the host's whole slab; five fit nowhere. With NVMe of two slots of 8 KiB (one
+    slab of 16 KiB) four blocks and a header don't either."""
+    driver = Driver(limits(nvme_slots=nvme_slots))
+    body = register(driver, Shard(), layout(4))[1]
+    assert isinstance(body, Refused if nvme_slots else EngineState)
+    driver = Driver(limits(nvme_slots=nvme_slots))
+    reason = refusal(register(driver, Shard(), layout(5))[1])
+    assert str(5 * BLOCK_BYTES) in reason
+    assert str(4 * BLOCK_BYTES) in reason
+
+
+def test_too_many_namespaces_are_refused_and_leave_everything_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two namespaces are the most here: a third model is refused; a known one registers."""
+    monkeypatch.setattr(spaces, "SPACES_MAX", 2)
+    driver = Driver(limits())
+    for name in ("r1", "r2"):
+        driver.engine(name, namespace=replace(MODEL, revision=name))
+    session = driver.session()
+    third = Register("e3", "t1", replace(MODEL, revision="r3"), layout(), Shard())
+    body = driver.ask(session, third)
+    assert isinstance(body, Refused)
+    assert "2" in body.reason
+    assert len(driver.stats().engines) == 2
+    known = replace(third, namespace=replace(MODEL, revision="r2"))
+    state = driver.ask(session, known)
+    assert isinstance(state, EngineState)
+    assert state.ready
+
+
+# ---------------------------------------------------------------- losing a worker
+
+
+def test_losing_a_worker_makes_the_engine_unready_and_tells_the_others() -> None:
+    """Rank 1 of 2 is lost: rank 0 and the scheduler are told, once; lookups miss from then on."""
+    driver = Driver(limits())
+    engine = driver.engine(shards=[Shard(0, 2), Shard(1, 2)])
+    engine.put(engine.chain(1))
+    driver.close(engine.workers[1])
+    for session in (engine.workers[0], engine.scheduler):
+        last = pushes(driver, session)[-1]
+        assert (last.ready, last.namespace) == (False, b"")
+    assert engine.lookup(engine.chain(1)) == 0
+
+
+def test_a_new_worker_takes_the_place_and_the_hits_are_back() -> None:
+    """Field case 53, the core's part: it registers the same rank: ready, the same namespace, and
+    what was stored is a hit."""
+    driver = Driver(limits())
+    engine = driver.engine(shards=[Shard(0, 2), Shard(1, 2)])
+    engine.put(engine.chain(1))
+    driver.close(engine.workers[1])
+    _, state = register(driver, Shard(1, 2))
+    assert isinstance(state, EngineState)
+    assert state.namespace == engine.digest
+    assert pushes(driver, engine.scheduler)[-1] == state
+    assert engine.lookup(engine.chain(1)) == 1
+
+
+def test_a_rank_is_taken_until_the_last_move_of_its_lost_session_has_ended() -> None:
+    """The lost worker's memory is still being read: its successor is refused, "try again", and is
+    welcome after the Moved."""
+    driver = Driver(limits())
+    engine = driver.engine()
+    engine.store(engine.chain(1))
+    driver.close(engine.workers[0])
+    session, body = register(driver, Shard())
+    assert "try again" in refusal(body)
+    driver.run()
+    state = driver.ask(session, Register("e1", "t1", MODEL, layout(), Shard()))
+    assert isinstance(state, EngineState)
+    assert state.ready
+
+
+def test_an_engine_is_not_ready_while_a_lost_worker_is_still_there() -> None:
+    """Rank 0 is lost with a Move running, rank 1 registers anew: that isn't the whole engine."""
+    driver = Driver(limits())
+    engine = driver.engine(shards=[Shard(0, 2), Shard(1, 2)])
+    engine.store(engine.chain(1))
+    driver.close(engine.workers[1])
+    driver.close(engine.workers[0])
+    _, body = register(driver, Shard(1, 2))
+    assert isinstance(body, EngineState)
+    assert not body.ready
+    driver.run()
+    _, body = register(driver, Shard(0, 2))
+    assert isinstance(body, EngineState)
+    assert body.ready
+
+
+def test_an_engine_without_workers_may_come_back_as_another() -> None:
+    """The scheduler stays attached; the new workers have another model: nothing of the old shape
+    stands in their way."""
+    driver = Driver(limits())
+    engine = driver.engine(shards=[Shard(0, 2), Shard(1, 2)])
+    for worker in engine.workers:
+        driver.close(worker)
+    other = replace(MODEL, model="org/other")
+    _, state = register(driver, Shard(), layout(2), other)
+    assert isinstance(state, EngineState)
+    assert (state.ready, state.tokens_per_chunk) == (True, 32)
+    assert pushes(driver, engine.scheduler)[-1] == state
+
+
+def test_an_engine_is_forgotten_with_its_last_session() -> None:
+    """Nothing of it stays."""
+    driver = Driver(limits())
+    engine = driver.engine()
+    driver.close(engine.scheduler)
+    driver.close(engine.workers[0])
+    assert driver.stats().engines == ()
+    assert driver.stats().sessions == 0
+
+
+# ---------------------------------------------------------------- revisions
+
+
+def test_a_new_revision_is_a_new_namespace_and_all_are_told() -> None:
+    """Field case 12: stored under r1; after set_revision(r2) the same tokens miss; back at r1 they
+    hit again."""
+    driver = Driver(limits())
+    engine = driver.engine()
+    engine.put(engine.chain(2))
+    old = engine.digest
+    state = driver.ask(engine.workers[0], SetRevision("r2"))
+    assert isinstance(state, EngineState)
+    assert state.namespace not in (old, b"")
+    assert pushes(driver, engine.scheduler)[-1] == state
+    engine.digest = state.namespace
+    assert engine.peek(engine.chain(2)) == 0
+    driver.ask(engine.workers[0], SetRevision("r1"))
+    engine.digest = old
+    assert engine.peek(engine.chain(2)) == 2
+
+
+def test_every_worker_may_say_the_same_revision() -> None:
+    """Two ranks update their weights one after the other: the second changes nothing, and nobody
+    is told twice."""
+    driver = Driver(limits())
+    engine = driver.engine(shards=[Shard(0, 2), Shard(1, 2)])
+    first = driver.ask(engine.workers[0], SetRevision("r2"))
+    told = len(pushes(driver, engine.scheduler))
+    assert driver.ask(engine.workers[1], SetRevision("r2")) == first
+    assert len(pushes(driver, engine.scheduler)) == told
+
+
+def test_a_revision_without_a_worker_is_refused() -> None:
+    """There is no namespace that it could change."""
+    driver = Driver(limits())
+    session = driver.session()
+    driver.ask(session, Attach("e1", "t1"))
+    assert isinstance(driver.ask(session, SetRevision("r2")), Refused)
+
+
+def test_a_revision_that_is_refused_leaves_the_engine_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No namespace can be added: the engine goes on under the old revision, ready and with its
+    hits, as the refusal says nothing else."""
+    driver = Driver(limits())
+    engine = driver.engine()
+    engine.put(engine.chain(1))
+    monkeypatch.setattr(spaces, "SPACES_MAX", 1)
+    assert isinstance(driver.ask(engine.workers[0], SetRevision("r2")), Refused)
+    (stats,) = driver.stats().engines
+    assert stats.ready
+    assert engine.peek(engine.chain(1)) == 1
+
+
+def test_the_alias_is_no_part_of_the_identity() -> None:
+    """Field case 110, the core's part: another alias, the same namespace; stats show the last
+    one."""
+    driver = Driver(limits())
+    one = driver.engine("e1", namespace=replace(MODEL, alias="first"))
+    two = driver.engine("e2", namespace=replace(MODEL, alias="second"))
+    assert one.digest == two.digest
+    one.put(one.chain(1))
+    assert two.peek(two.chain(1)) == 1
+    (space,) = driver.stats().spaces
+    assert (space.model, space.alias) == (MODEL.model, "second")

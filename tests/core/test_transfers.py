@@ -1,0 +1,301 @@
+"""Transfers: lanes and their depths, priorities, turns by bytes, dropped jobs."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.core.errors import InvariantError
+from kvstore.core.keys import NO_PARENT, ChunkKey
+from kvstore.core.layout import Part
+from kvstore.core.messages import (
+    ChunkHeader,
+    MoveID,
+    MoveKind,
+    MoveStatus,
+    Place,
+    SessionID,
+    TierName,
+)
+from kvstore.core.slots import Slot
+from kvstore.core.transfers import Depths, FairQueue, Job, Transfers
+from tests.core.driver import Driver, limits
+
+ONE, TWO, THREE = SessionID(1), SessionID(2), SessionID(3)
+
+
+class Lanes:
+    """Transfers under test: jobs by name, and what goes out."""
+
+    def __init__(self, copies: int = 2, reads: int = 2, writes: int = 2) -> None:
+        self.transfers = Transfers(Depths(copies, reads, writes))
+        self.can_land = True
+        self.backlog: list[Job] = []
+
+    def job(
+        self, kind: MoveKind, session: SessionID | None = None, nbytes: int = 100, turn: int = 0
+    ) -> Job:
+        """A job that names no slot."""
+        header = ChunkHeader(
+            key=ChunkKey(bytes(32)),
+            parent=NO_PARENT,
+            depth=0,
+            tenant="t",
+            namespace=b"n",
+            epoch=0,
+            dtype="float32",
+            tokens=16,
+            shard=0,
+            shards=1,
+            part=Part.FULL,
+            payload_bytes=nbytes,
+            sequence=0,
+        )
+        return Job(
+            self.transfers.next_id(),
+            kind,
+            header,
+            session=session,
+            turn=SessionID(turn) if turn else None,
+        )
+
+    def push(self, kind: MoveKind, count: int = 1, session: SessionID | None = ONE) -> list[Job]:
+        """Queue jobs of a kind."""
+        jobs = [self.job(kind, session) for _ in range(count)]
+        for job in jobs:
+            self.transfers.push(job)
+        return jobs
+
+    def out(self) -> list[MoveKind]:
+        """The kinds of the Moves that go out now, in order."""
+        moves = self.transfers.dispatch(lambda _: self.can_land, self._next_write)
+        return [move.kind for move in moves]
+
+    def _next_write(self) -> Job | None:
+        return self.backlog.pop(0) if self.backlog else None
+
+
+def test_each_lane_has_its_depth() -> None:
+    """Of five jobs a kind no more go out than the lane's depth; copies are one lane, reads one,
+    writes and erases one."""
+    lanes = Lanes(copies=3, reads=2, writes=1)
+    for kind in (MoveKind.STORE, MoveKind.READ, MoveKind.ERASE):
+        lanes.push(kind, 5)
+    out = lanes.out()
+    assert [out.count(kind) for kind in MoveKind] == [3, 0, 2, 0, 1]
+    assert lanes.out() == []
+    assert (lanes.transfers.running(), lanes.transfers.queued()) == (6, 9)
+
+
+def test_a_finished_move_makes_room_for_the_next_of_its_lane() -> None:
+    """One out, one in, in the order of the queue."""
+    lanes = Lanes(copies=1)
+    first, second = lanes.push(MoveKind.STORE, 2)
+    lanes.out()
+    assert lanes.transfers.is_running(first.id)
+    assert lanes.transfers.finish(first.id) is first
+    assert lanes.out() == [MoveKind.STORE]
+    assert lanes.transfers.is_running(second.id)
+
+
+def test_loads_go_before_stores_that_were_there_first() -> None:
+    """An engine waits for a retrieve before its next token; a store has time."""
+    lanes = Lanes(copies=2)
+    lanes.push(MoveKind.STORE, 2)
+    lanes.push(MoveKind.LOAD, 1)
+    assert lanes.out() == [MoveKind.LOAD, MoveKind.STORE]
+
+
+def test_no_write_goes_out_while_a_retrieve_is_queued_or_runs() -> None:
+    """Field case 68, the core's part: with a READ running, one queued, or a LOAD, the backlog
+    waits; when the last has ended it goes on."""
+    lanes = Lanes(copies=1, reads=1, writes=2)
+    lanes.backlog = [lanes.job(MoveKind.WRITE) for _ in range(3)]
+    (read,) = lanes.push(MoveKind.READ)
+    (load,) = lanes.push(MoveKind.LOAD)
+    assert lanes.out() == [MoveKind.LOAD, MoveKind.READ]
+    lanes.transfers.finish(read.id)
+    assert lanes.out() == []
+    lanes.transfers.finish(load.id)
+    assert lanes.out() == [MoveKind.WRITE, MoveKind.WRITE]
+
+
+def test_a_queued_read_that_cannot_land_holds_back_writes_but_no_copies() -> None:
+    """No slot for the READ: the lane of copies goes on, the writes wait."""
+    lanes = Lanes()
+    lanes.can_land = False
+    lanes.push(MoveKind.READ)
+    lanes.push(MoveKind.STORE)
+    lanes.backlog = [lanes.job(MoveKind.WRITE)]
+    assert lanes.out() == [MoveKind.STORE]
+    lanes.can_land = True
+    assert lanes.out() == [MoveKind.READ]
+
+
+def test_an_erase_does_not_wait_for_retrieves() -> None:
+    """It keeps bad bytes from coming back, and is small."""
+    lanes = Lanes()
+    lanes.push(MoveKind.READ)
+    lanes.push(MoveKind.ERASE, session=None)
+    assert sorted(kind.value for kind in lanes.out()) == ["erase", "read"]
+
+
+def test_a_dropped_job_never_goes_out() -> None:
+    """The first of three is dropped: the others go; the lanes count right."""
+    lanes = Lanes(copies=1)
+    first, second, third = lanes.push(MoveKind.STORE, 3)
+    lanes.transfers.drop(first)
+    assert lanes.transfers.queued() == 2
+    lanes.out()
+    assert lanes.transfers.is_running(second.id)
+    lanes.transfers.drop(third)
+    lanes.transfers.finish(second.id)
+    assert lanes.out() == []
+    assert (lanes.transfers.running(), lanes.transfers.queued()) == (0, 0)
+
+
+def test_dropped_reads_no_longer_hold_back_writes() -> None:
+    """The retrieve that was queued is cancelled: a write may go."""
+    lanes = Lanes()
+    lanes.can_land = False
+    (read,) = lanes.push(MoveKind.READ)
+    lanes.backlog = [lanes.job(MoveKind.WRITE)]
+    assert lanes.out() == []
+    lanes.transfers.drop(read)
+    assert lanes.out() == [MoveKind.WRITE]
+
+
+def test_dropping_what_runs_and_finishing_what_waits_raise() -> None:
+    """A running Move ends with its Moved only; a queued one can't have ended."""
+    lanes = Lanes(copies=1)
+    running, waiting = lanes.push(MoveKind.STORE, 2)
+    lanes.out()
+    with pytest.raises(InvariantError):
+        lanes.transfers.drop(running)
+    with pytest.raises(InvariantError):
+        lanes.transfers.finish(waiting.id)
+    lanes.transfers.finish(running.id)
+    with pytest.raises(InvariantError):
+        lanes.transfers.finish(running.id)
+
+
+def test_a_queued_job_holds_its_slots() -> None:
+    """From the moment that it is decided, nobody may take them."""
+    lanes = Lanes()
+    slot = Slot(Place(TierName.HOST, 0, 0, 4096))
+    slot.reserve(None, 0, Part.FULL, 4096)
+    job = lanes.job(MoveKind.STORE, ONE)
+    job.target = slot
+    lanes.transfers.push(job)
+    assert slot.holders == {job.id}
+    assert lanes.transfers.queued_job(job.id) is job
+    assert lanes.transfers.queued_job(MoveID(99)) is None
+
+
+# ---------------------------------------------------------------- turns
+
+
+def served(queue: FairQueue, count: int) -> list[SessionID | None]:
+    """Whose jobs come next."""
+    found = []
+    for _ in range(count):
+        job = queue.pop()
+        assert job is not None
+        found.append(job.session or job.turn)
+    return found
+
+
+def test_two_sessions_take_turns_by_bytes() -> None:
+    """Session 1 queues eight jobs of 100 bytes before session 2 queues two of 400: by the time that
+    800 bytes each have gone, both had the same, and neither waited for the other's whole queue."""
+    lanes, queue = Lanes(), FairQueue()
+    for _ in range(8):
+        queue.push(lanes.job(MoveKind.LOAD, ONE, 100))
+    for _ in range(2):
+        queue.push(lanes.job(MoveKind.LOAD, TWO, 400))
+    order = served(queue, 10)
+    assert order.index(TWO) <= 1
+    assert order[:6].count(ONE) in (4, 5)
+    assert queue.pop() is None
+
+
+def test_a_newcomer_has_no_debt_and_no_credit() -> None:
+    """After session 1 was served long, session 2 comes: they alternate from there on, the newcomer
+    doesn't catch up first."""
+    lanes, queue = Lanes(), FairQueue()
+    for _ in range(20):
+        queue.push(lanes.job(MoveKind.LOAD, ONE))
+    served(queue, 10)
+    for _ in range(5):
+        queue.push(lanes.job(MoveKind.LOAD, TWO))
+    order = served(queue, 8)
+    assert order.count(TWO) == 4
+    assert order[:2].count(TWO) == 1
+
+
+def test_reads_take_the_turn_of_the_session_that_asked() -> None:
+    """A READ uses no session's memory, but it is somebody's turn all the same."""
+    lanes, queue = Lanes(), FairQueue()
+    for _ in range(4):
+        queue.push(lanes.job(MoveKind.READ, turn=ONE))
+    queue.push(lanes.job(MoveKind.READ, turn=TWO))
+    assert TWO in served(queue, 2)
+
+
+def test_dropped_jobs_take_no_turn_and_leave_no_session_behind() -> None:
+    """All of session 1's jobs are dropped: session 2 is served, and the length is right."""
+    lanes, queue = Lanes(), FairQueue()
+    jobs = [lanes.job(MoveKind.LOAD, ONE) for _ in range(3)]
+    for job in jobs:
+        queue.push(job)
+    queue.push(lanes.job(MoveKind.LOAD, TWO))
+    for job in jobs:
+        queue.drop(job)
+    assert len(queue) == 1
+    assert served(queue, 1) == [TWO]
+    assert len(queue) == 0
+    assert queue.head() is None
+
+
+def test_one_session_is_in_order() -> None:
+    """A session's own jobs go out in the order in which it asked."""
+    lanes, queue = Lanes(), FairQueue()
+    jobs = [lanes.job(MoveKind.LOAD, ONE, 100 + place) for place in range(5)]
+    for job in jobs:
+        queue.push(job)
+    assert [queue.pop() for _ in jobs] == jobs
+
+
+# ---------------------------------------------------------------- through the service
+
+
+def test_an_engine_with_a_long_retrieve_does_not_starve_another() -> None:
+    """Engine 1 asks for eight chunks, then engine 2 for four: with one LOAD at a time they take
+    turns, so engine 2 is through after its fourth turn, not after engine 1."""
+    driver = Driver(limits(host_slots=16, copy_depth=1))
+    one, two = driver.engine("e1"), driver.engine("e2")
+    one.put(one.chain(8))
+    two.put(two.chain(4, 1))
+    driver.handed_out.clear()
+    one.retrieve(one.chain(8))
+    number = two.retrieve(two.chain(4, 1))
+    while driver.is_open(two.workers[0], number):
+        driver.end(driver.moves[0])
+    sessions = [move.session for move in driver.handed_out]
+    assert sessions.count(one.workers[0]) <= 5
+    driver.run()
+
+
+def test_a_move_that_fails_frees_its_lane() -> None:
+    """Field case 42: the third of ten writes fails: the others go on, nothing stays queued."""
+    driver = Driver(limits(host_slots=10, nvme_slots=16, write_depth=1))
+    driver.scanned()
+    engine = driver.engine()
+    for seed in range(10):
+        engine.store(engine.chain(1, seed))
+    driver.run(MoveKind.STORE)
+    for place in range(10):
+        (write,) = driver.waiting(MoveKind.WRITE)
+        driver.end(write, MoveStatus.FAILED if place == 2 else MoveStatus.OK)
+    assert driver.tier(TierName.NVME).chunks == 9
+    assert driver.drops("nvme_write_failed") == 1
+    assert driver.service.idle()
