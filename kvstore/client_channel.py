@@ -41,8 +41,9 @@ _IN, _OUT, _GONE = select.POLLIN, select.POLLOUT, select.POLLRDHUP
 class Channel:
     """A connected, non-blocking socket shared by threads; owns it.
 
-    ``dispatch`` is called, under the lock, with each message that comes, and ``on_lost`` once at
-    the end of the stream. ``condition`` is the lock: methods that say so expect it held. ``reason``
+    ``dispatch`` is called, under the lock, with each message that comes, ``on_lost`` once at the
+    end of the stream, and ``on_queued`` when a send had to queue something: whoever watches the
+    channel is to send it, as nobody may wait for anything. ``condition`` is the lock: methods that say so expect it held. ``reason``
     says in one line why the channel ended. A wait looks at its waiter every ``step_s`` at least,
     for waiters that something else than a message may settle.
     """
@@ -52,6 +53,7 @@ class Channel:
         peer: socket.socket,
         dispatch: Callable[[pb.DaemonMessage], None],
         on_lost: Callable[[], None],
+        on_queued: Callable[[], None],
     ) -> None:
         self.condition = threading.Condition(threading.Lock())
         self.lost = False
@@ -61,6 +63,7 @@ class Channel:
         self._peer = peer
         self._dispatch = dispatch
         self._on_lost = on_lost
+        self._on_queued = on_queued
         self._reader = FrameReader(REPLY_BYTES_MAX)
         self._writer = FrameWriter(OUTGOING_BYTES_MAX)
         self._deaf = False
@@ -77,6 +80,8 @@ class Channel:
             self._writer.send(self._peer, message, descriptors)
         except OSError:
             self._broken()
+        if self._writer.pending_bytes:
+            self._on_queued()
 
     def flush(self) -> bool:
         """Send what waits, as far as the socket takes it; with the lock. Tells whether nothing

@@ -180,7 +180,7 @@ class Line:
             peer.close()
             self._note(f"no daemon at {self._path}: {error.strerror}")
             return None
-        self._link = Link(peer, self._joiner.join, self._counts)
+        self._link = Link(peer, self._joiner.join, self._counts, self._watcher.wake)
         self._link.open()
         return self._link
 

@@ -73,10 +73,17 @@ class Link:
 
     ``opening`` is settled once the link is live or over; ``refusal`` then says whether the daemon
     refused it. ``namespace`` is the digest that keys start from, empty while the engine isn't
-    ready. ``pending`` holds the lookups whose answer the daemon still owes as a push.
+    ready. ``pending`` holds the lookups whose answer the daemon still owes as a push. ``wake`` gets
+    the attention of the thread that watches the channel.
     """
 
-    def __init__(self, peer: socket.socket, join: Callable[[], Join], counts: LinkCounts) -> None:
+    def __init__(
+        self,
+        peer: socket.socket,
+        join: Callable[[], Join],
+        counts: LinkCounts,
+        wake: Callable[[], None],
+    ) -> None:
         self.phase = Phase.GREETING
         self.namespace = b""
         self.tokens_per_chunk = 0
@@ -84,7 +91,7 @@ class Link:
         self.refusal: KVStoreError | None = None
         self.opening = Answer()
         self.pending: set[int] = set()
-        self.channel = Channel(peer, self._dispatch, self._lost)
+        self.channel = Channel(peer, self._dispatch, self._lost, wake)
         self._join = join
         self._counts = counts
         self._last_id = 0

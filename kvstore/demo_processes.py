@@ -62,7 +62,7 @@ class OwnDaemon:
         config.touch()
         command = module_command(
             "kvstore.cli", "serve", "--config", str(config), "--socket", str(self.socket),
-            "--admin-address", f"unix:{self._folder}/admin.sock",
+            "--admin-address", self._admin_address(),
             "--nvme-path", str(self._folder / "nvme"), "--nvme-admit-after", "1",
             "--nvme-write-budget", "0", *self._sizes,
         )  # fmt: skip
@@ -90,7 +90,7 @@ class OwnDaemon:
 
     def stats(self) -> Fields:
         """Its snapshot; raises NoDaemonError while it doesn't answer."""
-        return daemon_stats(self.socket, f"unix:{self._folder}/admin.sock")
+        return daemon_stats(self.socket, self._admin_address())
 
     def await_writes(self) -> None:
         """Wait until everything that was stored is on disk."""
@@ -110,6 +110,10 @@ class OwnDaemon:
                 pass
             time.sleep(POLL_S)
         raise DemoError(f"not within {deadline_s:.0f} s: {what}; {_last_line(self._log())}")
+
+    def _admin_address(self) -> str:
+        """Where it would listen by itself, whatever the user's own settings say."""
+        return f"unix:{self._folder}/kvstore-admin.sock"
 
     def _log(self) -> Path:
         return self._folder / "daemon.log"

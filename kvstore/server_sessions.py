@@ -52,6 +52,8 @@ CONNECTIONS_MAX = 1024 + 64
 """The core's sessions, and some that say HELLO or are on their way out."""
 MAPPERS = 4
 """Threads that map and unmap engines' memory."""
+REFUSALS_MAX = 1024
+"""Who was refused, and why, remembered so that it is logged once."""
 
 Opening = Future[tuple[Registration, EnginePages]]
 OpenPages = Callable[[int, int, Layout], EnginePages]
@@ -108,6 +110,7 @@ class Sessions:
         self._tenants = tenants
         self._connections: dict[SessionID, Connection] = {}
         self._last_session = 0
+        self._refusals: dict[str, str] = {}
         self._stopping = ""
         self._threads = ThreadPoolExecutor(MAPPERS, thread_name_prefix="kvstore-map")
 
@@ -261,7 +264,7 @@ class Sessions:
         connection.send(write_hello(message.id, ours))
         mismatch = hello_mismatch(message.hello, ours)
         if mismatch:
-            _log.warning("process %d was refused: %s", connection.process, mismatch)
+            self._note_refusal(f"process {connection.process}", mismatch)
             self.broken(connection, mismatch)
         else:
             connection.phase = Phase.GREETED
@@ -333,9 +336,10 @@ class Sessions:
         if refused is None:
             if connection.phase is Phase.JOINING:
                 connection.phase = Phase.ACTIVE
+            self._refusals.pop(f"engine {connection.engine}", None)
             _log.info("session %d of engine %s began: %s", *_name(connection), connection.role)
             return
-        _log.warning("session %d of engine %s refused: %s", *_name(connection), refused.reason)
+        self._note_refusal(f"engine {connection.engine}", refused.reason)
         if connection.phase is Phase.CLOSING:
             self._finish(connection)
             return
@@ -345,6 +349,14 @@ class Sessions:
         if pages is not None:
             self._mover.detach(connection.session)
             self._threads.submit(pages.close)
+
+    def _note_refusal(self, who: str, reason: str) -> None:
+        """Log a refusal once: who is refused tries again every second."""
+        if self._refusals.get(who) != reason:
+            _log.warning("%s is refused: %s", who, reason)
+            if len(self._refusals) >= REFUSALS_MAX:
+                self._refusals.clear()
+            self._refusals[who] = reason
 
     # ------------------------------------------------------------ the end
 

@@ -44,7 +44,14 @@ def test_slots_are_aligned_and_apart(host: HostTier) -> None:
 
 @pytest.mark.parametrize(
     ("slab", "index", "slot_bytes", "nbytes"),
-    [(4, 0, MIB, 1), (-1, 0, MIB, 1), (0, 8, MIB, 1), (0, 0, MIB, MIB + 1), (3, 1, 8 * MIB, 1)],
+    [
+        (4, 0, MIB, 1),
+        (-1, 0, MIB, 1),
+        (0, 8, MIB, 1),
+        (1, -1, MIB, 1),
+        (0, 0, MIB, MIB + 1),
+        (3, 1, 8 * MIB, 1),
+    ],
 )
 def test_place_outside_the_arena_is_a_bug(
     host: HostTier, slab: int, index: int, slot_bytes: int, nbytes: int

@@ -7,6 +7,7 @@ import errno
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from kvstore.core.messages import Place, TierName
 from kvstore.testing import SlabBytes, pattern, sample_header
 from kvstore.tiers.base import ChunkForeignError
 from kvstore.tiers.nvme import NvmeTier
-from kvstore.tiers.slabs import DirectIO
+from kvstore.tiers.slabs import DirectIO, aligned_empty
 from tests.nvme_bench import (
     PAYLOAD_BYTES,
     SLAB_BYTES,
@@ -89,6 +90,25 @@ def test_failed_write_leaves_nothing_valid(tier: NvmeTier, io: FaultyIO, code: i
     put(tier, 0, 3)
     assert holds(tier, 0, 3)
     assert tier.stats().errors == 3
+
+
+@pytest.mark.parametrize("direct", [DirectIO.AUTO, DirectIO.OFF])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_chunk_of_odd_size(tmp_path: Path, direct: DirectIO, shift: int) -> None:
+    """Field case 64: 4096 KiB and one byte, from an aligned and an unaligned source, the last slot
+    of its slab: bytes equal, file size right."""
+    nbytes = (4096 << 10) + 1
+    slot_bytes = 4096 + (4096 << 10) + 4096
+    tier = NvmeTier(tmp_path, 1, 2 * slot_bytes + 4096, direct)
+    tier.open()
+    source, out = (aligned_empty(nbytes + shift)[shift:] for _ in range(2))
+    source[:] = pattern(1, nbytes)
+    where = Place(TierName.NVME, 0, 1, slot_bytes)
+    tier.write(where, sample_header(1, nbytes), source)
+    tier.read(where, sample_header(1, nbytes), out)
+    np.testing.assert_array_equal(out, source)
+    assert (tmp_path / f"slab_0_{slot_bytes}.kv").stat().st_size == 2 * slot_bytes
+    tier.close()
 
 
 def test_failed_read_is_no_miss(tier: NvmeTier, io: FaultyIO) -> None:
@@ -177,8 +197,8 @@ def test_flipped_dtype_byte(tier: NvmeTier) -> None:
 def test_another_identity_is_foreign(tier: NvmeTier, field: str) -> None:
     """Field case 10: whole, but not what was asked for; another tenant's, say."""
     put(tier, 0, 1)
-    values = {"key": b"x" * 32, "tenant": "b", "dtype": "float16"}
-    other = dataclasses.replace(header(1), **{field: values.get(field, 2)})  # type: ignore[arg-type]
+    values: dict[str, Any] = {"key": b"x" * 32, "tenant": "b", "dtype": "float16"}
+    other = dataclasses.replace(header(1), **{field: values.get(field, 2)})
     with pytest.raises(ChunkForeignError, match=field):
         tier.read(place(0), other, np.zeros(PAYLOAD_BYTES, np.uint8))
     assert holds(tier, 0, 1)

@@ -62,15 +62,16 @@ def test_copies_allocate_no_copy_of_the_memory(stride_bytes: int, block_bytes: i
     assert peak < flat.nbytes // 4 + 60_000
 
 
+@pytest.mark.parametrize("stride_bytes", [BLOCK_BYTES, BLOCK_BYTES + 7])
 @pytest.mark.parametrize("direction", ["gather", "scatter"])
-def test_copies_give_up_the_interpreter_lock(direction: str) -> None:
+def test_copies_give_up_the_interpreter_lock(direction: str, stride_bytes: int) -> None:
     """A copy of 32 MiB would stall the daemon's loop for milliseconds. Nobody takes the lock away
     here; so if this thread runs during the copy, the copy gave it up."""
     layout = Layout(
         "bfloat16", 8192,
-        (LayerGroup("full", 16, None, (TensorSpan(0, BLOCK_BYTES, BLOCK_BYTES, 600),)),),
+        (LayerGroup("full", 16, None, (TensorSpan(0, stride_bytes, BLOCK_BYTES, 600),)),),
     )  # fmt: skip
-    pages = HostPages(np.ones(600 * BLOCK_BYTES, np.uint8), layout)
+    pages = HostPages(np.ones(600 * stride_bytes, np.uint8), layout)
     flat = np.ones(512 * BLOCK_BYTES, np.uint8)
     blocks = chunk_blocks(layout, 1)
     copy = pages.gather if direction == "gather" else pages.scatter

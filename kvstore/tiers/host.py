@@ -71,6 +71,7 @@ class HostTier:
             "huge pages asked for" if asked else "small pages: the system has huge pages off"
         )
         self._array = np.frombuffer(self._memory.buffer, np.uint8)
+        self._touched_bytes = self._huge_bytes = 0
         self._stop.clear()
         self._thread = threading.Thread(
             target=self._touch, args=(self._memory.address, nbytes), name="host-touch", daemon=True
@@ -93,7 +94,7 @@ class HostTier:
         """The first ``nbytes`` of a slot, uint8 and writable, aligned to 4 KiB. Borrowed: the
         core's pin on the slot protects it. Raises InvariantError for a place outside the arena."""
         start = place.slab * self.slab_bytes + place.index * place.slot_bytes
-        inside = (place.index + 1) * place.slot_bytes <= self.slab_bytes
+        inside = 0 <= place.index < self.slab_bytes // place.slot_bytes
         if not (inside and 0 <= place.slab < self.slabs and 0 <= nbytes <= place.slot_bytes):
             raise InvariantError(f"host: {nbytes} bytes at {place} lie outside the arena")
         return self._array[start : start + nbytes]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from kvstore_transformers.config import share_cores
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -170,11 +171,26 @@ def test_shared_text_is_there_without_a_source_tree(monkeypatch: pytest.MonkeyPa
     assert len(demo_text.shared_text()) > 20_000
 
 
-def test_engine_threads_are_told_to_share_cores(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine process uses every core it may; waiting threads sleep (see share_cores)."""
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    with EngineProcess(["--model", str(folder), "--threads", "1"], tmp_path / "log") as engine:
-        assert engine.ready["threads"] == 1
-    assert torch.get_num_threads() == 1
+def test_waiting_threads_sleep_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spinning threads that share cores with others make an engine several times slower; the
+    choice must stand before torch is loaded, and the user's own stays."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    share_cores()
+    assert os.environ["OMP_WAIT_POLICY"] == "active"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    share_cores()
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"
+
+
+@pytest.mark.parametrize("module", ["kvstore.demo", "kvstore_transformers.worker"])
+def test_module_imports_no_torch(module: str) -> None:
+    """``kvstore demo --help`` works, and starts at once, where torch isn't installed."""
+    probe = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    command = [part if "runpy" not in part else f"{paths_of(part)}; {probe}"
+               for part in module_command(module)]  # fmt: skip
+    assert subprocess.run(command, check=False).returncode == 0
+
+
+def paths_of(code: str) -> str:
+    """The part of a command's code that makes the packages importable."""
+    return code.partition("; runpy")[0]

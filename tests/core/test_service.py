@@ -63,8 +63,7 @@ def test_a_store_move_says_what_to_gather_and_where_to() -> None:
     driver = Driver(limits())
     engine = driver.engine()
     keys = engine.chain(3)[1:]
-    driver.send(engine.workers[0], Store("r", engine.chain(1).data, 0, keys.parent, (b"\0" * 4,)))
-    driver.run()
+    engine.put(engine.chain(1))
     engine.store(keys, full=block_ids(2, start=70))
     first, second = driver.moves
     assert (first.header.key, first.header.parent) == (keys[0], keys.parent)
@@ -201,6 +200,33 @@ def test_a_store_below_a_parent_that_is_not_there_is_refused() -> None:
     assert completed.done == b"\0\0"
     assert driver.drops("parent_missing") == 2
     assert driver.tier().slots_used == 0
+
+
+@pytest.mark.parametrize("first", [0, 2, 7])
+def test_a_store_whose_depth_does_not_follow_its_parents_is_refused(first: int) -> None:
+    """A client counts wrong: chunk 1 as the ``first``-th below chunk 0. Kept, it would be an orphan
+    at the next start."""
+    driver = Driver(limits())
+    engine = driver.engine()
+    keys = engine.chain(2)
+    engine.put(keys[:1])
+    message = Store("r", keys[1:].data, first, keys[0], (block_ids(1),))
+    number = driver.send(engine.workers[0], message)
+    driver.run()
+    body = driver.answer(engine.workers[0], number)
+    assert isinstance(body, Refused) or body == Completed(b"\0", reason="not kept: parent_missing")
+    assert driver.tier().slots_used == 1
+
+
+def test_a_root_with_a_parent_and_a_child_without_one_are_refused() -> None:
+    """``first`` and ``parent`` must agree: the header on disk names the parent."""
+    driver = Driver(limits())
+    engine = driver.engine()
+    keys = engine.chain(2)
+    for first, parent in ((0, keys[0]), (1, NO_PARENT)):
+        message = Store("r", keys[1:].data, first, parent, (block_ids(1),))
+        assert isinstance(driver.ask(engine.workers[0], message), Refused)
+    assert driver.service.idle()
 
 
 def test_a_chunk_with_a_null_block_ends_the_batch() -> None:

@@ -349,3 +349,16 @@ def test_ranks_that_store_one_after_another_store_a_chunk_once(shards: tuple[Sha
         driver.run()
     assert driver.tier(NVME).chunks == 1
     assert len(writes(driver)) == shards[0].count()
+
+
+def test_ranks_may_store_in_another_order_each_time() -> None:
+    """Rank 0 is first at the first step, rank 1 at the second: both parts go to disk then, as a
+    family without a part is no hit."""
+    driver = Driver(limits(host_slots=8, nvme_slots=8, admit_after=2))
+    driver.scanned()
+    engine = driver.engine(shards=TWO_RANKS)
+    keys = engine.chain(1)
+    for rank in (0, 1, 1, 0):
+        engine.store(keys, rank)
+        driver.run()
+    assert sorted(move.header.shard for move in writes(driver)) == [0, 1]

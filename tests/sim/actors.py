@@ -142,6 +142,17 @@ class FakeEngine:
         for view in [*self.workers.values(), self.scheduler]:
             self.leave(view)
 
+    def work_briefly(self) -> None:
+        """Look something up, and retrieve it, just before leaving."""
+        for view in [*self.workers.values(), self.scheduler]:
+            if view is not None and view.joined:
+                self._begin()
+        for job in self.jobs:
+            if self.workers or self.scheduler:
+                self._lookup(job)
+            if job.hit and self.workers:
+                self._retrieve(job, 0, job.hit)
+
     def lost(self) -> None:
         """The daemon died."""
         self.workers.clear()

@@ -84,20 +84,29 @@ class Run:
             world.deliver(Tick())
 
     def rest(self) -> None:
-        """Nobody asks for more: everything asked is answered, and the hands come to rest."""
+        """Nobody asks for more: everything asked is answered, the hands come to rest, and leases
+        that nobody released end by themselves."""
         world = self.world
         world.hands.faults = NONE
         world.run_until(lambda: not world.model.open)
         world.run_until(world.service.idle)
+        world.run_for(world.limits.lease_s + 1.0)
+        self._must_hold_nothing("leases", "moves", "backlog", "pins")
 
     def close(self) -> None:
         """Everybody leaves: nothing may be held any more."""
         world = self.world
         for engine in self.engines:
+            engine.work_briefly()
+        for engine in self.engines:
             engine.leave_all()
         world.run_until(lambda: not any(engine.closing for engine in self.engines))
+        self._must_hold_nothing("leases", "sessions", "engines")
         world.run_until(world.service.idle)
-        world.run_for(world.limits.lease_s + 1.0)
+        self._must_hold_nothing("moves", "backlog", "pins")
+
+    def _must_hold_nothing(self, *names: str) -> None:
+        world = self.world
         stats = world.service.stats(world.now)
         held = {
             "sessions": stats.sessions,
@@ -107,5 +116,6 @@ class Run:
             "backlog": stats.write_backlog,
             "pins": sum(tier.pinned for tier in stats.tiers),
         }
-        if any(held.values()):
-            raise SimulationError(f"at rest, something is still held: {held}")
+        left = {name: held[name] for name in names if held[name]}
+        if left:
+            raise SimulationError(f"nothing goes on, but something is still held: {left}")

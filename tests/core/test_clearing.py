@@ -1,0 +1,352 @@
+"""Clear: epochs rise at once, stores in flight never commit, the answer waits until it is durable."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvstore.core.messages import (
+    ADMIN,
+    Clear,
+    Cleared,
+    MoveKind,
+    MoveStatus,
+    Persisted,
+    Refused,
+    TierName,
+)
+from tests.core.driver import MODEL, Driver, Engine, limits
+
+NVME = TierName.NVME
+
+
+def ready(**settings: float) -> tuple[Driver, Engine]:
+    """A driver with four host slots and eight on NVMe, and an engine."""
+    driver = Driver(limits(nvme_slots=8, **settings))
+    driver.scanned()
+    return driver, driver.engine()
+
+
+def test_a_clear_forgets_everything_at_once_in_every_local_tier() -> None:
+    """Field case 12: lookups miss with the very event, before any sweep; slots come back in steps;
+    what is stored next is a hit."""
+    driver, engine = ready(sweep_entries=3)
+    keys = engine.chain(4)
+    engine.put(keys)
+    number = driver.clear()
+    assert engine.peek(keys) == 0
+    assert engine.get(keys) == b"\0\0\0\0"
+    assert driver.answer(ADMIN, number) == Cleared(namespaces=1, chunks=4)
+    assert (driver.tier().chunks, driver.tier(NVME).chunks) == (0, 0)
+    assert driver.tier().slots_used == 4
+    driver.tick()
+    assert (driver.tier().slots_used, driver.tier(NVME).slots_used) == (1, 1)
+    assert driver.service.next_tick_s(driver.now) < 0.1
+    driver.tick()
+    assert (driver.tier().slots_used, driver.tier(NVME).slots_used) == (0, 0)
+    assert driver.service.next_tick_s(driver.now) > 0.1
+    assert engine.put(keys) == b"\1\1\1\1"
+    assert engine.peek(keys) == 4
+
+
+def test_a_store_right_after_a_clear_finds_room_among_what_was_cleared() -> None:
+    """The host is full of cleared chunks that no sweep has reached: a store sweeps what it
+    needs."""
+    driver, engine = ready(sweep_entries=1)
+    engine.put(engine.chain(4))
+    driver.clear()
+    assert engine.put(engine.chain(4, 1)) == b"\1\1\1\1"
+    assert driver.tier().evictions == 0
+
+
+@pytest.mark.parametrize("sweep_first", [True, False], ids=["swept first", "landed first"])
+def test_a_store_in_flight_never_commits(sweep_first: bool) -> None:
+    """Field case 12: two chunks are on their way when the clear comes: nothing of them is ever a
+    hit; the store is told so, after its Moves; the slots are free."""
+    driver, engine = ready()
+    keys = engine.chain(2)
+    number = engine.store(keys)
+    driver.clear()
+    if sweep_first:
+        driver.tick()
+    assert engine.peek(keys) == 0
+    assert driver.is_open(engine.workers[0], number)
+    for move in list(driver.moves):
+        driver.end(move)
+        driver.tick()
+    assert driver.completed(engine.workers[0], number).done == b"\0\0"
+    assert engine.peek(keys) == 0
+    assert driver.tier().slots_used == 0
+    driver.run()
+    assert driver.count(MoveKind.WRITE) == 0
+
+
+def test_a_landed_chunk_that_waits_for_its_parent_never_commits() -> None:
+    """Chunk 1 has landed, chunk 0 runs when the clear comes: the store ends with nothing done."""
+    driver, engine = ready()
+    keys = engine.chain(2)
+    number = engine.store(keys)
+    driver.end(driver.moves[1])
+    driver.clear()
+    driver.run()
+    driver.tick()
+    assert driver.completed(engine.workers[0], number).done == b"\0\0"
+    assert engine.peek(keys) == 0
+    assert driver.tier().slots_used == 0
+
+
+def test_the_same_chunk_is_stored_anew_while_the_old_store_still_runs() -> None:
+    """The old Move writes to its old slot; the new store has one of its own and is a hit; the late
+    Moved doesn't bring the old one back."""
+    driver, engine = ready()
+    keys = engine.chain(1)
+    engine.store(keys)
+    driver.clear()
+    assert engine.store(keys)
+    old, new = driver.waiting(MoveKind.STORE)
+    assert old.target != new.target
+    assert (old.header.epoch, new.header.epoch) == (0, 1)
+    driver.end(new)
+    assert engine.peek(keys) == 1
+    driver.end(old)
+    assert engine.peek(keys) == 1
+    driver.run()
+    driver.tick()
+    assert driver.tier().slots_used == 1
+
+
+def test_a_write_in_flight_leaves_nothing_on_nvme() -> None:
+    """The WRITE ends after the clear: its slot is free, and its header says the old epoch."""
+    driver, engine = ready()
+    keys = engine.chain(1)
+    engine.store(keys)
+    driver.run(MoveKind.STORE)
+    (write,) = driver.waiting(MoveKind.WRITE)
+    driver.clear()
+    driver.end(write)
+    driver.tick()
+    assert write.header.epoch == 0
+    assert driver.tier(NVME).slots_used == 0
+    assert engine.peek(keys) == 0
+    assert driver.service.idle()
+
+
+def test_the_backlog_of_a_cleared_namespace_is_not_written() -> None:
+    """Three chunks wait for their write when the clear comes: no WRITE of them goes out."""
+    driver, engine = ready(write_depth=1)
+    engine.store(engine.chain(4))
+    driver.run(MoveKind.STORE)
+    driver.clear()
+    driver.run()
+    assert driver.count(MoveKind.WRITE) == 1
+    assert driver.stats().write_backlog == 0
+    assert driver.service.idle()
+
+
+def test_a_retrieve_in_flight_ends_and_is_not_promoted() -> None:
+    """A READ runs while the model is cleared: it ends, the engine's blocks come back, and nothing
+    of it is a hit again."""
+    driver, engine = ready()
+    keys = engine.chain(1)
+    engine.put(keys)
+    for seed in range(4):
+        engine.put(engine.chain(1, 1 + seed))
+    number = engine.retrieve(keys)
+    driver.clear()
+    driver.run()
+    for _ in range(3):
+        driver.tick()
+    assert not driver.is_open(engine.workers[0], number)
+    assert engine.peek(keys) == 0
+    assert (driver.tier().slots_used, driver.tier(NVME).slots_used) == (0, 0)
+
+
+def test_a_retrieve_after_the_clear_gets_nothing_though_nothing_is_swept() -> None:
+    """The old chunks still lie in their slots: no key finds them."""
+    driver, engine = ready()
+    keys = engine.chain(2)
+    engine.put(keys)
+    driver.durable = False
+    driver.clear()
+    assert engine.get(keys) == b"\0\0"
+    assert driver.count(MoveKind.LOAD) == 0
+
+
+def test_leases_of_what_was_cleared_promise_nothing() -> None:
+    """The lookup is repeated after the clear: a miss; ending the lease harms nothing."""
+    driver, engine = ready()
+    keys = engine.chain(2)
+    engine.put(keys)
+    assert engine.lookup(keys) == 2
+    driver.clear()
+    assert engine.lookup(keys) == 0
+    driver.tick()
+    engine.release()
+    assert driver.stats().leases == 0
+    engine.lookup(keys, "other")
+    driver.tick(3600.0)
+
+
+# ---------------------------------------------------------------- which namespaces
+
+
+def test_a_clear_means_what_matches_tenant_and_model_or_alias() -> None:
+    """Field case 110, the core's part: three engines of two tenants and two models; each filter
+    clears what it names and nothing else."""
+    filters: list[tuple[str | None, str | None, list[int]]] = [
+        (None, "org/other", [2, 0, 2]),
+        ("t2", None, [2, 2, 0]),
+        ("t1", "org/model", [0, 2, 2]),
+        (None, "short", [2, 0, 2]),
+        ("t2", "org/other", [2, 2, 2]),
+        (None, "never seen", [2, 2, 2]),
+        (None, None, [0, 0, 0]),
+    ]
+    for tenant, model, left in filters:
+        driver = Driver(limits(host_slots=8))
+        other = replace(MODEL, model="org/other", alias="short")
+        engines = [
+            driver.engine("e1"),
+            driver.engine("e2", namespace=other),
+            driver.engine("e3", tenant="t2"),
+        ]
+        for engine in engines:
+            engine.put(engine.chain(2))
+        number = driver.clear(tenant, model)
+        assert [engine.peek(engine.chain(2)) for engine in engines] == left
+        cleared = driver.answer(ADMIN, number)
+        gone = left.count(0)
+        assert cleared == Cleared(namespaces=gone, chunks=2 * gone)
+
+
+def test_a_clear_of_nothing_is_answered_at_once() -> None:
+    """No namespace matches: there is nothing to make durable."""
+    driver = Driver(limits())
+    assert driver.answer(ADMIN, driver.clear(model="no such model")) == Cleared(0, 0)
+    assert driver.persists == []
+
+
+def test_only_the_administrator_clears() -> None:
+    """An engine's session is refused."""
+    driver, engine = ready()
+    engine.put(engine.chain(1))
+    assert isinstance(driver.ask(engine.workers[0], Clear(None, None)), Refused)
+    assert engine.peek(engine.chain(1)) == 1
+
+
+def test_an_engine_goes_on_under_the_same_namespace() -> None:
+    """Its keys stay the same; only the epoch in its headers rises, once a clear."""
+    driver, engine = ready()
+    for epoch in range(3):
+        engine.store(engine.chain(1))
+        assert driver.moves[-1].header.epoch == epoch
+        driver.run()
+        driver.clear()
+        driver.tick()
+    (space,) = driver.stats().spaces
+    assert space.epoch == 3
+    assert driver.engine("e2").digest == engine.digest
+
+
+# ---------------------------------------------------------------- durable
+
+
+def test_the_answer_waits_until_the_epochs_are_durable() -> None:
+    """Persist carries the raised epoch; Cleared comes with its Persisted and not before, and
+    nothing of the new epoch is written to disk before either."""
+    driver, engine = ready()
+    engine.put(engine.chain(2))
+    driver.durable = False
+    number = driver.clear()
+    assert driver.is_open(ADMIN, number)
+    (record,) = driver.persists[-1].spaces
+    assert record.epoch == 1
+    engine.put(engine.chain(1, 1))
+    assert driver.count(MoveKind.WRITE) == 2
+    driver.event(Persisted(driver.persists[-1].number))
+    assert driver.answer(ADMIN, number) == Cleared(1, 2)
+    driver.run()
+    assert driver.count(MoveKind.WRITE) == 3
+
+
+def test_two_clears_are_answered_by_the_persist_that_covers_them() -> None:
+    """The second one's Persisted comes first: as each replaces the whole, both are durable."""
+    driver, _ = ready()
+    driver.durable = False
+    first, second = driver.clear(), driver.clear()
+    one, two = driver.persists[-2:]
+    assert [record.epoch for record in two.spaces] == [2]
+    driver.event(Persisted(two.number))
+    assert isinstance(driver.answer(ADMIN, first), Cleared)
+    assert isinstance(driver.answer(ADMIN, second), Cleared)
+    driver.event(Persisted(one.number))
+    assert len(driver.answers(ADMIN, first)) == 1
+
+
+def test_an_earlier_persist_does_not_answer_a_later_clear() -> None:
+    """The first one's Persisted says nothing of the second one's epoch."""
+    driver, _ = ready()
+    driver.durable = False
+    first, second = driver.clear(), driver.clear()
+    driver.event(Persisted(driver.persists[-2].number))
+    assert isinstance(driver.answer(ADMIN, first), Cleared)
+    assert driver.is_open(ADMIN, second)
+
+
+def test_a_clear_that_cannot_be_made_durable_says_so_and_is_tried_again() -> None:
+    """The manifest can't be written: the answer says that the chunks are gone from memory but may
+    come back with a restart; a later Tick tries again with the same epochs."""
+    driver, engine = ready()
+    engine.put(engine.chain(2))
+    driver.durable = False
+    number = driver.clear()
+    tried = driver.persists[-1]
+    driver.event(Persisted(tried.number, "no space left on device"))
+    body = driver.answer(ADMIN, number)
+    assert isinstance(body, Refused)
+    assert "no space left on device" in body.reason
+    assert "\n" not in body.reason
+    assert engine.peek(engine.chain(2)) == 0
+    driver.tick(60.0)
+    again = driver.persists[-1]
+    assert again.number > tried.number
+    assert again.spaces == tried.spaces
+    driver.event(Persisted(again.number))
+    engine.put(engine.chain(1))
+    assert driver.tier(NVME).chunks == 1
+
+
+def test_a_failed_persist_does_not_fail_a_later_one() -> None:
+    """Two clears: the first one's Persist fails, the second one's works and covers both."""
+    driver, _ = ready()
+    driver.durable = False
+    first, second = driver.clear(), driver.clear()
+    one, two = driver.persists[-2:]
+    driver.event(Persisted(one.number, "busy"))
+    driver.event(Persisted(two.number))
+    assert isinstance(driver.answer(ADMIN, first), Refused)
+    assert isinstance(driver.answer(ADMIN, second), Cleared)
+
+
+def test_a_failed_store_after_the_clear_harms_nothing() -> None:
+    """The old Move fails late."""
+    driver, engine = ready()
+    number = engine.store(engine.chain(2))
+    driver.clear()
+    driver.tick()
+    for move in list(driver.moves):
+        driver.end(move, MoveStatus.FAILED)
+    assert driver.completed(engine.workers[0], number).done == b"\0\0"
+    assert driver.tier().slots_used == 0
+
+
+def test_what_a_clear_aborts_is_counted() -> None:
+    """Two parts of a store in flight are dropped because of the clear: nothing is lost silently."""
+    driver, engine = ready()
+    engine.store(engine.chain(2))
+    driver.clear()
+    driver.run()
+    driver.tick()
+    assert sum(driver.stats().drops.values()) >= 2
+    assert driver.drops("cleared") >= 1
