@@ -11,6 +11,9 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --retries 10 --timeout 180 --disable-pip-version-check --quiet
+# In variables, because a comma would end an argument of $(call).
+FOR_RUN := .[transformers]
+FOR_TEST := .[transformers,dev]
 # Three tries: a registry may be slow or drop a connection.
 retry = for try in 1 2 3; do $(1) && break; [ $$try -lt 3 ] || exit 1; echo "trying again: $(1)"; sleep 5; done
 
@@ -64,10 +67,10 @@ $(BIN)/python:
 $(VENV)/.transformers: pyproject.toml | $(BIN)/python
 	@echo "installing PyTorch ($(TORCH)) and kvstore into $(VENV): a few minutes the first time"
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { $(call retry,$(PIP) $(TORCH)); }
-	@$(call retry,$(PIP) -e '.[transformers]')
+	@$(call retry,$(PIP) -e '$(FOR_RUN)')
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.transformers | $(BIN)/python
 	@echo "installing what the tests need into $(VENV)"
-	@$(call retry,$(PIP) -e '.[transformers,dev]')
+	@$(call retry,$(PIP) -e '$(FOR_TEST)')
 	@touch $@

@@ -43,9 +43,9 @@ class Channel:
 
     ``dispatch`` is called, under the lock, with each message that comes, ``on_lost`` once at the
     end of the stream, and ``on_queued`` when a send had to queue something: whoever watches the
-    channel is to send it, as nobody may wait for anything. ``condition`` is the lock: methods that say so expect it held. ``reason``
-    says in one line why the channel ended. A wait looks at its waiter every ``step_s`` at least,
-    for waiters that something else than a message may settle.
+    channel is to send it, as nobody may wait for anything. ``condition`` is the lock: methods that
+    say so expect it held. ``reason`` says in one line why the channel ended. A wait looks at its
+    waiter every ``step_s`` at least, for waiters that something else than a message may settle.
     """
 
     def __init__(

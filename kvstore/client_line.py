@@ -168,6 +168,7 @@ class Line:
         link, self._link = self._link, None
         if link is not None:
             link.channel.abandon()
+        self._counts = LinkCounts()
         self._announced, self._dormant = False, True
         self._retry_at_s, self._pause_s = 0.0, RETRY_FIRST_S
 

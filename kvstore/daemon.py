@@ -95,7 +95,7 @@ class Daemon:
         threading.excepthook = self._thread_died
         if self.config.host.huge_pages == "off":
             _disable_huge_pages()
-        os.umask(0o077)
+        os.umask(0o077)  # gRPC binds its socket before its mode can be set
         _raise_open_files()
         sound = True
         try:

@@ -39,8 +39,9 @@ from kvstore.core.messages import (
 )
 from kvstore.core.stats import LatencySummary
 from kvstore.server_connections import SessionStats
+from kvstore.server_hands import Mover, OpenPages, Tenants
 from kvstore.server_listener import Listener
-from kvstore.server_sessions import Mover, OpenPages, Sessions, Tenants
+from kvstore.server_sessions import Sessions
 
 POSTED_MAX = 256
 """Posted events handled before the sockets have their turn."""

@@ -19,14 +19,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kvstore.core.errors import InvariantError, KVStoreError, LayoutMismatchError, ProtocolError
-from kvstore.core.layout import Layout
 from kvstore.core.messages import (
     Attach,
     Event,
-    Move,
     Refused,
     Register,
     Reply,
@@ -37,6 +35,7 @@ from kvstore.core.messages import (
 from kvstore.core.stats import Histogram
 from kvstore.proto_gen import engine_pb2 as pb
 from kvstore.server_connections import Connection, EnginePages, Phase, SessionStats
+from kvstore.server_hands import Mover, OpenPages, Tenants
 from kvstore.wire import hello, hello_mismatch, read_client_message
 from kvstore.wire_messages import (
     Registration,
@@ -56,26 +55,11 @@ REFUSALS_MAX = 1024
 """Who was refused, and why, remembered so that it is logged once."""
 
 Opening = Future[tuple[Registration, EnginePages]]
-OpenPages = Callable[[int, int, Layout], EnginePages]
-Tenants = Callable[[str, int], str]
 _log = logging.getLogger(__name__)
 
 
-class Mover(Protocol):
-    """The hands, as the engine link knows them."""
-
-    def attach(self, session: SessionID, pages: EnginePages) -> None:
-        """Moves of this session use these pages from now on."""
-
-    def detach(self, session: SessionID) -> None:
-        """No Move of this session comes any more."""
-
-    def submit(self, move: Move) -> None:
-        """Do this Move, then report Moved."""
-
-
 @dataclass(slots=True)
-class LinkCounts:
+class ServerCounts:
     """What the engine link counts."""
 
     connections_total: int = 0
@@ -101,7 +85,7 @@ class Sessions:
         open_pages: OpenPages,
         tenants: Tenants,
     ) -> None:
-        self.counts = LinkCounts()
+        self.counts = ServerCounts()
         self.lookups = Histogram()
         self._drive = drive
         self._post = post

@@ -110,9 +110,11 @@ class Restoring:
         copy = space.index[nvme.tier].get(header.key) or loose.get(header.key)
         if copy is not None:
             return copy if copy.depth == header.depth else None
+        parent = space.index[nvme.tier].get(header.parent) if header.depth else None
+        if parent is not None and parent.depth + 1 != header.depth:
+            return None
         copy = Copy(space, header.key, header.depth, None)
         self._incomplete[id(copy)] = copy
-        parent = space.index[nvme.tier].get(header.parent) if header.depth else None
         if header.depth and parent is None:
             loose.put(copy)
             self._waiting.setdefault((space, header.parent), []).append(copy)

@@ -94,7 +94,8 @@ class Spaces:
             return space, self.persist() if changed else None
         if len(self._spaces) >= SPACES_MAX:
             raise CapacityError(
-                f"namespaces: {SPACES_MAX} are known, which is the limit; clear some"
+                f"namespaces: {SPACES_MAX} are known, which is the limit; "
+                "start with an empty nvme.path to forget those that are no longer used"
             )
         space = Space(record, shards, persisted=False)
         self._spaces[record.tenant, record.namespace] = space

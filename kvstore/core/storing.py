@@ -111,13 +111,22 @@ class Storing:
         return ""
 
     def _store_batch(self, batch: _Batch) -> None:
-        refused: Drop | None = None
+        refused = self._misplaced(batch.chain)
         for chunk in range(len(batch.chain)):
             if refused is None:
                 refused = self._store_chunk(batch, chunk)
             if refused is not None:
                 batch.ticket.fail(chunk, f"not kept: {refused.value}")
                 self._state.drop(refused)
+
+    def _misplaced(self, chain: Chain) -> Drop | None:
+        """Whether the first chunk isn't at its depth: below a parent that is kept, one deeper."""
+        host = self._state.directory.host
+        copy = host.find(chain.space, chain.key(0)) if len(chain) else None
+        above = host.find(chain.space, chain.parent) if chain.first else None
+        wrong = copy is not None and copy.depth != chain.first
+        wrong = wrong or (above is not None and above.depth + 1 != chain.first)
+        return Drop.PARENT_MISSING if wrong else None
 
     def _store_chunk(self, batch: _Batch, chunk: int) -> Drop | None:
         """Keep one chunk; tells why it can't be, if so."""
@@ -171,4 +180,6 @@ class Storing:
         if copy is not None and slot.part is Part.FULL:
             self._state.directory.host.touch(copy)
             copy.count_store(batch.shard.rank())
-        self._writing.consider(slot)
+        for other in copy.slots() if copy is not None else ():
+            if other.state is SlotState.READY:
+                self._writing.consider(other)

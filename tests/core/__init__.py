@@ -1,1 +1,1 @@
-"""Unit tests of the pure core: tiny capacities, one behaviour each, invariants after every event."""
+"""Unit tests of the pure core: tiny capacities, one behaviour each, invariants after each event."""

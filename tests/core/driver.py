@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvstore.core.eviction import LeastRecentlyUsed, Policy
 from kvstore.core.keys import ChunkKeys, Namespace, prefix_keys
@@ -69,12 +70,12 @@ def layout(blocks_per_chunk: int = 1, window: int | None = None, dtype: str = "f
     return Layout(dtype, tokens, tuple(groups))
 
 
-def limits(host_slots: int = 4, nvme_slots: int = 0, **settings: float) -> Limits:
+def limits(host_slots: int = 4, nvme_slots: int = 0, **settings: Any) -> Limits:
     """One host slab of ``host_slots`` slots of 4 KiB, and one NVMe slab of ``nvme_slots`` slots for
     the same chunks (0: no NVMe tier)."""
     nvme = TierLimits(1, nvme_slots * 2 * BLOCK_BYTES) if nvme_slots else None
     host = TierLimits(1, host_slots * BLOCK_BYTES)
-    return Limits(host=host, nvme=nvme, **settings)  # type: ignore[arg-type]
+    return Limits(host=host, nvme=nvme, **settings)
 
 
 def block_ids(count: int, start: int = 0) -> bytes:

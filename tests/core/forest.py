@@ -14,7 +14,7 @@ from kvstore.core.keys import KEY_BYTES, NO_PARENT, ChunkKey
 from kvstore.core.layout import Part
 from kvstore.core.limits import TierLimits
 from kvstore.core.messages import ChunkHeader, MoveID, SessionID, SpaceRecord, TierName
-from kvstore.core.slots import Slot
+from kvstore.core.slots import Slot, SlotState
 from kvstore.core.spaces import Space
 from kvstore.core.stats import Drop
 from kvstore.core.tickets import Ticket
@@ -22,6 +22,11 @@ from kvstore.core.tree import Tree
 from kvstore.core.tree_nodes import Copy
 
 SLOT_BYTES = 4096
+
+
+def state_of(slot: Slot) -> SlotState:
+    """A slot's state, asked anew."""
+    return slot.state
 
 
 def key(name: str) -> ChunkKey:

@@ -79,7 +79,9 @@ def test_null_blocks_are_known_by_chunk_and_part() -> None:
 
 def test_a_block_id_whose_bytes_only_look_null_across_two_ids_is_none() -> None:
     """0xFFFF0000 and 0x0000FFFF side by side hold eight 0xF digits that are no null block."""
-    wide = Layout("float32", 32, (LayerGroup("g", 16, None, (TensorSpan(0, 1, 1, NULL_BLOCK - 1),)),))
+    wide = Layout(
+        "float32", 32, (LayerGroup("g", 16, None, (TensorSpan(0, 1, 1, NULL_BLOCK - 1),)),)
+    )
     ids = packed(0xFFFF_0000, 0x0000_FFFF) + packed(NULL_BLOCK, 1)
     blocks = check_blocks(wide, 2, (ids,))
     assert isinstance(blocks, ChunkBlocks)

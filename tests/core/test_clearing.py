@@ -1,8 +1,9 @@
-"""Clear: epochs rise at once, stores in flight never commit, the answer waits until it is durable."""
+"""Clear: epochs rise at once, stores in flight never commit, the answer waits for the disk."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from tests.core.driver import MODEL, Driver, Engine, limits
 NVME = TierName.NVME
 
 
-def ready(**settings: float) -> tuple[Driver, Engine]:
+def ready(**settings: Any) -> tuple[Driver, Engine]:
     """A driver with four host slots and eight on NVMe, and an engine."""
     driver = Driver(limits(nvme_slots=8, **settings))
     driver.scanned()

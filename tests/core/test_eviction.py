@@ -52,7 +52,8 @@ def test_a_policy_returns_each_candidate_once(make: type[Policy]) -> None:
 def test_a_policy_forgets_what_is_not_evictable_until_it_is_offered_again(
     make: type[Policy],
 ) -> None:
-    """"a" is pinned when it comes up: "b" is taken; "a" comes back with its next offer only."""
+    """Chunk "a" is pinned when it comes up: "b" is taken; "a" comes back with its next offer
+    only."""
     policy, (a, b) = make(), copies(2)
     policy.offer(a)
     policy.offer(b)
@@ -75,7 +76,7 @@ def test_coldest_use_takes_nothing(make: type[Policy]) -> None:
 
 
 def test_lru_sees_uses_after_the_offer() -> None:
-    """"a" was offered first and is used again: "b" leaves first."""
+    """Chunk "a" was offered first and is used again: "b" leaves first."""
     policy, (a, b) = LeastRecentlyUsed(), copies(2)
     policy.offer(a)
     policy.offer(b)
@@ -93,7 +94,7 @@ def test_fifo_does_not() -> None:
 
 
 def test_an_incomplete_family_leaves_first() -> None:
-    """"b" lacks a shard: it leaves before "a", which was used earlier."""
+    """Chunk "b" lacks a shard: it leaves before "a", which was used earlier."""
     policy, (a, b) = LeastRecentlyUsed(), copies(2)
     b.ready[Part.FULL] = 0
     policy.offer(a)
@@ -124,8 +125,8 @@ def test_heap_does_not_keep_copies_that_are_gone() -> None:
 
 
 def test_only_leaves_leave_and_the_coldest_first() -> None:
-    """"a" is the coldest but has a child: its leaf "ab" leaves before the newer "x"; as a leaf, "a"
-    counts as used when "ab" was, and goes before "x" too."""
+    """Chunk "a" is the coldest but has a child: its leaf "ab" leaves before the newer "x"; as a
+    leaf, "a" counts as used when "ab" was, and goes before "x" too."""
     forest = Forest(slots=3)
     forest.put("a", "ab", "x", "y")
     assert forest.names() == {"a", "x", "y"}
@@ -134,7 +135,8 @@ def test_only_leaves_leave_and_the_coldest_first() -> None:
 
 
 def test_a_parent_inherits_the_recency_of_its_last_child() -> None:
-    """"ab" was used after "x": when "ab" has left, "a" counts as used then, so "x" goes next."""
+    """Chunk "ab" was used after "x": when "ab" has left, "a" counts as used then, so "x" goes
+    next."""
     forest = Forest(slots=3)
     forest.put("a", "x", "ab")
     forest.tree.touch(forest.copy("x"))
@@ -216,7 +218,7 @@ def test_a_leased_chunk_stays_and_is_a_candidate_again_afterwards() -> None:
 
 
 def test_a_lease_on_the_tail_keeps_the_whole_prefix() -> None:
-    """"abc" is leased: nothing of its path may leave, however cold."""
+    """Chunk "abc" is leased: nothing of its path may leave, however cold."""
     forest = Forest(slots=4)
     forest.put("a", "ab", "abc", "x")
     forest.tree.lease(forest.copy("abc"))
@@ -279,7 +281,7 @@ def test_no_candidate_is_lost_over_many_rounds_of_pins_and_leases() -> None:
 
 
 def test_a_leaf_that_loses_its_child_to_a_failure_is_a_candidate_again() -> None:
-    """"ab" fails after "a" was passed over as a parent: "a" may leave now."""
+    """Chunk "ab" fails after "a" was passed over as a parent: "a" may leave now."""
     forest = Forest(slots=2)
     forest.put("a")
     ab = forest.reserve("ab")

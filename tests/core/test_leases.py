@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvstore.core.keys import Namespace
@@ -19,7 +21,7 @@ from tests.core.driver import MODEL, Driver, Engine, limits
 NVME = TierName.NVME
 
 
-def ready(**settings: float) -> tuple[Driver, Engine]:
+def ready(**settings: Any) -> tuple[Driver, Engine]:
     """A driver with four host slots and an engine."""
     driver = Driver(limits(**settings))
     return driver, driver.engine()

@@ -355,7 +355,9 @@ def test_window_parts_come_back_with_their_chunks() -> None:
         assert engine.lookup(engine.chain(3)) == 3
         assert engine.get(engine.chain(3)) == b"\1\1\1"
         last = engine.chain(3)[2]
-        found = [s for s in disk.found(seed) if s.header and (s.header.key, s.header.part) != (last, 0)]
+        found = [
+            s for s in disk.found(seed) if s.header and (s.header.key, s.header.part) != (last, 0)
+        ]
         driver = Driver(limits(host_slots=16, nvme_slots=16), disk.spaces)
         engine = driver.engine(shape=shape)
         driver.scanned(found)

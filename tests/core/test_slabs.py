@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvstore.core.errors import InvariantError
@@ -45,10 +47,10 @@ def commit(slot: Slot) -> None:
     slot.commit()
 
 
-def two_models(host_slabs: int, **settings: float) -> tuple[Driver, Engine, Engine]:
+def two_models(host_slabs: int, **settings: Any) -> tuple[Driver, Engine, Engine]:
     """A host of slabs of four small or two large slots, and engines of both sizes."""
     host = TierLimits(host_slabs, 4 * SMALL)
-    driver = Driver(Limits(host=host, **settings))  # type: ignore[arg-type]
+    driver = Driver(Limits(host=host, **settings))
     small = driver.engine("small", shape=layout(1))
     return driver, small, driver.engine("large", shape=layout(2))
 
@@ -224,7 +226,7 @@ def test_reclaiming_leaves_what_a_move_reads() -> None:
 def test_reclaiming_spares_what_a_lease_protects() -> None:
     """A lookup promised the small model's chunks until its lease ends: a store of the large model
     must not take their slab (evict needs neither pin nor lease)."""
-    driver, small, large = two_models(1)
+    _, small, large = two_models(1)
     keys = small.chain(2)
     small.put(keys)
     assert small.lookup(keys) == 2

@@ -9,7 +9,7 @@ from kvstore.core.layout import Part
 from kvstore.core.messages import MoveID
 from kvstore.core.slots import Slot, SlotState
 from kvstore.core.stats import Drop
-from tests.core.forest import Forest
+from tests.core.forest import Forest, state_of
 
 # ---------------------------------------------------------------- commit order
 
@@ -31,11 +31,11 @@ def test_a_landed_child_waits_for_its_parent() -> None:
     ticket = forest.wait_on(child)
     forest.land(child)
     forest.settle()
-    assert child.state is SlotState.RESERVED
+    assert state_of(child) is SlotState.RESERVED
     assert not ticket.ended()
     forest.land(parent)
     forest.settle()
-    assert child.state is SlotState.READY
+    assert state_of(child) is SlotState.READY
     assert ticket.ended()
     assert not ticket.failed[0]
     assert forest.run("ab") == 2
@@ -65,7 +65,7 @@ def test_a_failed_parent_fails_what_landed_and_what_is_in_flight_below_it() -> N
     assert all(ticket.ended() and ticket.failed[0] for ticket in tickets)
     assert forest.names() == set()
     assert forest.used() == 1
-    assert abc.state is SlotState.CANCELLED
+    assert state_of(abc) is SlotState.CANCELLED
     forest.land(abc)
     assert forest.used() == 0
 
@@ -124,9 +124,9 @@ def test_a_window_part_commits_after_its_chunks_full_part() -> None:
     forest = Forest()
     full, window = forest.reserve("a"), forest.reserve("a", part=Part.WINDOW)
     forest.land(window)
-    assert window.state is SlotState.RESERVED
+    assert state_of(window) is SlotState.RESERVED
     forest.land(full)
-    assert window.state is SlotState.READY
+    assert state_of(window) is SlotState.READY
     assert forest.copy("a").window_visible()
 
 
@@ -188,8 +188,9 @@ def test_reserve_in_a_full_tier_without_candidates_changes_nothing() -> None:
 
 
 def test_a_refused_reserve_leaves_its_parent_evictable() -> None:
-    """"ab" finds no place while "x" is on its way, and the lease of "a" is still on: afterwards
-    "a" leaves as a leaf. (A parent that a failed child un-leafed for good would be a leak.)"""
+    """Chunk "ab" finds no place while "x" is on its way, and the lease of "a" is still on:
+    afterwards "a" leaves as a leaf. (A parent that a failed child un-leafed for good would be a
+    leak.)"""
     forest = Forest(slots=2)
     forest.put("a")
     x = forest.reserve("x")
@@ -222,7 +223,7 @@ def test_reserve_of_a_second_shard_never_evicts_the_chunk_itself() -> None:
 
 
 def test_doom_hides_the_whole_subtree_at_once() -> None:
-    """"ab" is doomed: the path ends at "a" and the branch beside it is untouched, before any
+    """Chunk "ab" is doomed: the path ends at "a" and the branch beside it is untouched, before any
     sweep."""
     forest = Forest(slots=8)
     forest.put("a", "ab", "abc", "abd", "ax")
@@ -275,8 +276,8 @@ def test_a_doomed_slot_stays_until_its_moves_have_ended() -> None:
 
 
 def test_a_chunk_is_stored_again_below_a_doomed_parent() -> None:
-    """"a" is doomed and stored anew before the sweep: the old "ab" is hidden and never joins the
-    new "a"; a store of "ab" replaces it, and the sweep takes only the old."""
+    """Chunk "a" is doomed and stored anew before the sweep: the old "ab" is hidden and never joins
+    the new "a"; a store of "ab" replaces it, and the sweep takes only the old."""
     forest = Forest(slots=8)
     forest.put("a", "ab", "abc")
     old = forest.copy("ab")
@@ -294,7 +295,7 @@ def test_a_chunk_is_stored_again_below_a_doomed_parent() -> None:
 
 
 def test_a_chunk_below_a_hidden_grandparent_is_not_taken_for_present() -> None:
-    """"a" is doomed; a store that begins at "abc" must not be told that "abc" is there: it is
+    """Chunk "a" is doomed; a store that begins at "abc" must not be told that "abc" is there: it is
     hidden, so no lookup will ever find it, and it leaves with the sweep."""
     forest = Forest(slots=8)
     forest.put("a", "ab", "abc")
@@ -303,8 +304,8 @@ def test_a_chunk_below_a_hidden_grandparent_is_not_taken_for_present() -> None:
 
 
 def test_a_landed_child_of_a_doomed_parent_fails_with_the_sweep() -> None:
-    """"a" is doomed while "ab" is on its way: who waits for "ab" is told, and its slot is free
-    after its Move."""
+    """Chunk "a" is doomed while "ab" is on its way: who waits for "ab" is told, and its slot is
+    free after its Move."""
     forest = Forest()
     forest.put("a")
     ab = forest.reserve("ab")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvstore.core.layout import Shard
@@ -13,7 +15,7 @@ TWO_RANKS = (Shard(tp_rank=0, tp_size=2), Shard(tp_rank=1, tp_size=2))
 REPLICAS = (Shard(tp_rank=0, tp_size=2, replicas=2), Shard(tp_rank=1, tp_size=2, replicas=2))
 
 
-def ready(host_slots: int = 8, nvme_slots: int = 8, **settings: float) -> tuple[Driver, Engine]:
+def ready(host_slots: int = 8, nvme_slots: int = 8, **settings: Any) -> tuple[Driver, Engine]:
     """A driver with NVMe whose scan has ended, and an engine."""
     driver = Driver(limits(host_slots=host_slots, nvme_slots=nvme_slots, **settings))
     driver.scanned()

@@ -39,12 +39,12 @@ class Faults:
     move_slow: float = 0.05
     move_stuck: float = 0.002
     disk_full: float = 0.01
-    erase_fails: float = 0.05
+    erase_fails: float = 0.1
     flip_rate: float = 0.004
     misplace_rate: float = 0.002
     close_rate: float = 0.01
-    crash_rate: float = 0.002
-    clear_rate: float = 0.006
+    crash_rate: float = 0.004
+    clear_rate: float = 0.01
     revision_rate: float = 0.002
     persist_fails: float = 0.05
     cancel: float = 0.1

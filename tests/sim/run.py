@@ -34,6 +34,7 @@ def simulate(seed: int, steps: int = STEPS) -> Counter[str]:
             f"seed {seed}, event {world.events}: {kind}{error}\n{world.story.text()}\n"
             f"replay: python -m tests.sim --seed {seed} --count 1 --steps {steps}"
         ) from error
+    world.tally()
     world.model.counts["events"] = world.events
     return world.model.counts
 

@@ -8,7 +8,9 @@ from typing import Protocol
 
 from kvstore.core.limits import Limits
 from kvstore.core.messages import Event, Place, ScanDone, Scanned, ScannedSlot, TierName
+from kvstore.core.service import Service
 from tests.sim.media import Disk
+from tests.sim.model import Model
 
 
 class Scanning(Protocol):
@@ -18,6 +20,9 @@ class Scanning(Protocol):
     disk: Disk
     limits: Limits
     scanned: set[Place] | None
+    service: Service
+    model: Model
+    now: float
 
     def later(self, delay_s: float, act: Callable[[], None]) -> None:
         """Do something after a while, unless the daemon dies before."""
@@ -72,3 +77,6 @@ def _report_later(world: Scanning, delay_s: float, batch: tuple[ScannedSlot, ...
 def _done(world: Scanning) -> None:
     world.scanned = None
     world.deliver(ScanDone(TierName.NVME))
+    for tier in world.service.stats(world.now).tiers:
+        if tier.name == TierName.NVME.value:
+            world.model.counts["found at start"] += tier.chunks

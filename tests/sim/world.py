@@ -143,6 +143,8 @@ class World:
     def crash(self, limits: Limits | None = None) -> None:
         """The daemon dies and comes back, perhaps with other limits."""
         self.story.note(self.now, f"CRASH, after {self.events} events")
+        self.tally()
+        self.model.counts["crashes"] += 1
         self.hands.crash()
         self.life += 1
         self._disturbances += 1
@@ -159,6 +161,12 @@ class World:
             end(None)
         for close in closes:
             close()
+
+    def tally(self) -> None:
+        """Note what this life of the daemon has counted itself."""
+        stats = self.service.stats(self.now)
+        self.model.counts.update(stats.drops)
+        self.model.counts["evictions"] += sum(tier.evictions for tier in stats.tiers)
 
     def deliver(self, event: Event) -> None:
         """Tell the core something, do what it wants, and check everything."""

@@ -1,0 +1,207 @@
+"""Forked children of an engine: never their parent's connection, always their own, and no hang.
+
+The forks happen in processes of their own, so that the tests' threads aren't copied.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.core.messages import Attach, Lookup, SessionID
+from tests.link_rig import DEADLINE_S, Rig, eventually, running_rig
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAD = """
+import os, sys, threading, traceback
+from kvstore import Client, HitStatus
+from tests.client_rig import BLOCKS, Engine, keys_of
+from tests.link_rig import DEADLINE_S, open_descriptors
+
+def finish(child):
+    assert os.waitpid(child, 0)[1] == 0, "the child failed"
+
+def in_child(work):
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+"""
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    """A running server."""
+    with running_rig() as running:
+        yield running
+
+
+def run(rig: Rig, script: str) -> None:
+    """Run a script that forks; it must end well, and in time."""
+    done = subprocess.run(
+        [sys.executable, "-c", HEAD + script, rig.path],
+        cwd=ROOT, capture_output=True, text=True, timeout=3 * DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_child_uses_a_connection_of_its_own(rig: Rig) -> None:
+    """A child asks through the session that it inherited: its request comes over a new connection
+    of its own process, and the parent's stays untouched and usable."""
+    run(
+        rig,
+        """
+client = Client(sys.argv[1])
+session = client.attach("e1")
+assert session.lookup("parent", keys_of(2)).chunks == 2
+def work():
+    assert session.lookup("child", keys_of(2)).status is HitStatus.MISS
+    assert session.wait_ready(DEADLINE_S)
+    assert session.lookup("child", keys_of(2)).chunks == 2
+    assert session.state().counts.losses == 0
+    client.close()
+finish(in_child(work))
+assert session.lookup("parent", keys_of(2)).chunks == 2
+assert session.state().counts.links == 1
+client.close()
+""",
+    )
+    assert len(rig.core.requests(Attach)) == 2
+    asked = [
+        (event.session, event.message.request)
+        for event in rig.core.requests(Lookup)
+        if isinstance(event.message, Lookup)
+    ]
+    assert asked == [(1, "parent"), (2, "child"), (1, "parent")]
+    eventually(lambda: sorted(rig.core.closed()) == [SessionID(1), SessionID(2)])
+
+
+def test_a_child_that_never_asks_never_connects(rig: Rig) -> None:
+    """A worker of a data loader inherits the client and ends: the daemon never hears of it, and the
+    parent's session lives."""
+    run(
+        rig,
+        """
+client = Client(sys.argv[1])
+session = client.attach("e1")
+for _ in range(5):
+    finish(in_child(lambda: None))
+    finish(in_child(client.close))
+assert session.lookup("parent", keys_of(2)).chunks == 2
+client.close()
+""",
+    )
+    assert rig.server.stats().connections_total == 1
+
+
+def test_a_fork_while_threads_hold_the_clients_locks_does_not_hang_the_child(rig: Rig) -> None:
+    """Threads look up without a pause while the process forks again and again: in each child the
+    locks are new, whoever held them."""
+    run(
+        rig,
+        """
+client = Client(sys.argv[1])
+session = client.attach("e1")
+stop = threading.Event()
+def ask():
+    while not stop.is_set():
+        session.lookup("parent", keys_of(64))
+threads = [threading.Thread(target=ask) for _ in range(3)]
+for thread in threads:
+    thread.start()
+def work():
+    session.lookup("child", keys_of(2))
+    session.release("child")
+    assert session.wait_ready(DEADLINE_S)
+    assert session.lookup("child", keys_of(2)).chunks == 2
+    client.close()
+for _ in range(30):
+    finish(in_child(work))
+stop.set()
+for thread in threads:
+    thread.join()
+assert session.lookup("parent", keys_of(2)).chunks == 2
+client.close()
+""",
+    )
+    assert rig.server.stats().protocol_errors == 0
+
+
+def test_a_childs_copies_of_tickets_are_over_and_the_parents_go_on(rig: Rig) -> None:
+    """A transfer belongs to the process that asked for it: in the child its ticket has ended, in
+    the parent it completes."""
+    rig.core.answers.clear()
+    run(
+        rig,
+        """
+with Engine(sys.argv[1]) as engine:
+    worker = engine.worker
+    ticket = worker.store("r", keys_of(1), BLOCKS)
+    def work():
+        assert ticket.done()
+        outcome = ticket.wait(DEADLINE_S)
+        assert outcome.done == (False,)
+        assert "forked" in outcome.reason
+    finish(in_child(work))
+    assert not ticket.done()
+    ticket.cancel()
+    assert ticket.wait(DEADLINE_S).cancelled
+""",
+    )
+
+
+def test_a_child_made_without_pythons_hooks_finds_out_by_its_process_id(rig: Rig) -> None:
+    """A C library forks: no hook runs in the child, but the first use sees another process."""
+    run(
+        rig,
+        """
+import ctypes
+client = Client(sys.argv[1])
+session = client.attach("e1")
+assert session.lookup("parent", keys_of(2)).chunks == 2
+child = ctypes.PyDLL(None).fork()
+if child == 0:
+    code = 1
+    try:
+        assert session.lookup("child", keys_of(2)).status is HitStatus.MISS
+        assert session.wait_ready(DEADLINE_S)
+        assert session.lookup("child", keys_of(2)).chunks == 2
+        code = 0
+    finally:
+        os._exit(code)
+finish(child)
+assert session.lookup("parent", keys_of(2)).chunks == 2
+client.close()
+""",
+    )
+    assert len(rig.core.requests(Attach)) == 2
+
+
+def test_a_child_keeps_no_copy_of_its_parents_descriptors(rig: Rig) -> None:
+    """The child closes its copies at the fork, unread, so the end of the parent's stream is seen
+    though a child lives on."""
+    run(
+        rig,
+        """
+with Engine(sys.argv[1]) as engine:
+    worker = engine.worker
+    before = open_descriptors()
+    assert any("socket" in name for name in before)
+    def work():
+        mine = open_descriptors()
+        assert not any("socket" in name or "eventfd" in name for name in mine), mine
+    finish(in_child(work))
+    assert open_descriptors() == before
+""",
+    )
