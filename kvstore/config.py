@@ -55,7 +55,7 @@ class Setting:
 SCHEMA: tuple[Setting, ...] = (
     Setting("socket", kinds.PATH, "auto", "Unix socket that engines connect to"),
     Setting("admin.address", kinds.ADDRESS, "auto", "where the admin service listens"),
-    Setting("host.size", kinds.AMOUNT, "auto", "host memory for chunks, staging included"),
+    Setting("host.size", kinds.SHARE, "auto", "host memory for chunks, staging included"),
     Setting("host.slab_size", kinds.SLAB, "auto", "host memory is cut into slabs of this size"),
     Setting("host.huge_pages", kinds.choice("on", "off"), "on", "ask for transparent huge pages"),
     Setting("nvme.size", kinds.AMOUNT, "auto", "disk space for chunks; off or 0: no NVMe tier"),
@@ -68,9 +68,9 @@ SCHEMA: tuple[Setting, ...] = (
     ),
     Setting("lease_s", kinds.duration(0.1, 86400), "60s", "a lookup protects its hit this long"),
     Setting("session.bytes_max", kinds.BYTES, "4GiB", "bytes of stores in flight per session"),
-    Setting("threads.copy", kinds.integer(0, 64), "0", "copy threads; 0: by the number of cores"),
-    Setting("threads.read", kinds.integer(0, 64), "0", "NVMe read threads; 0: by the cores"),
-    Setting("threads.write", kinds.integer(0, 64), "0", "NVMe write threads; 0: by the cores"),
+    Setting("threads.copy", kinds.integer(0, 64), "0", "copy threads; 0: half of the cores"),
+    Setting("threads.read", kinds.integer(0, 64), "0", "NVMe read threads; 0: four"),
+    Setting("threads.write", kinds.integer(0, 64), "0", "NVMe write threads; 0: two"),
     Setting(
         "log.level", kinds.choice("debug", "info", "warning", "error"), "info", "log to stderr"
     ),

@@ -121,6 +121,7 @@ def _show_optional(value: object) -> str:
 AMOUNT = Kind(
     "auto, off, a size such as 64MiB or 1.5TiB, or a share such as 20%", amount, show_amount
 )
+SHARE = Kind("auto, a size such as 64MiB, or a share such as 20%", amount, show_amount)
 SLAB = Kind("auto or a size such as 64MiB", amount, show_amount)
 BYTES = Kind("a size such as 64MiB", _bytes, show_amount)
 RATE = Kind("bytes a second such as 200MiB/s, or 0 for no limit", _bytes, show_amount)

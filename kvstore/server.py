@@ -38,13 +38,11 @@ from kvstore.core.messages import (
     Tick,
 )
 from kvstore.core.stats import LatencySummary
-from kvstore.server_connections import SessionStats
+from kvstore.server_connections import TURN_S, SessionStats
 from kvstore.server_hands import Mover, OpenPages, Tenants
 from kvstore.server_listener import Listener
 from kvstore.server_sessions import Sessions
 
-POSTED_MAX = 256
-"""Posted events handled before the sockets have their turn."""
 _ACCEPT_PAUSE_S = 0.1
 _DRAIN_STEP_S = 0.005
 _DETACH_S = 1.0
@@ -260,10 +258,14 @@ class EngineServer:
             self._call_soon(functools.partial(self._fail, error))
 
     def _drain_posted(self) -> None:
-        """Handle what other threads posted; the flag falls first, so that nothing is missed."""
+        """Handle what other threads posted, for one turn; the flag falls first, so that nothing is
+        missed."""
+        until_s = time.monotonic() + TURN_S
         self._draining_posted = False
-        for _ in range(min(len(self._posted), POSTED_MAX)):
+        while self._posted:
             self._drive(self._posted.popleft())
+            if time.monotonic() > until_s:
+                break
         if self._posted and not self._draining_posted:
             self._draining_posted = True
             self._call_soon(self._drain_posted)

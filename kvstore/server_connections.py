@@ -31,6 +31,9 @@ OUTGOING_BYTES_MAX = _COMPLETIONS_BYTES_MAX + _ANSWERS_BYTES_MAX
 """Replies kept for a peer that doesn't read: some 30,000 completions of stores that nobody asks
 after, and the answers beside them. A peer that leaves more unread is lost."""
 
+TURN_S = 0.001
+"""How long one peer, or what other threads posted, is served before the others have their turn."""
+
 
 class Phase(Enum):
     """GREETING: no HELLO yet. GREETED: may register or attach. OPENING: its memory is being mapped
@@ -106,6 +109,7 @@ class Connection:
         self._pid_fd: int | None = None
         self._reading = False
         self._writing = False
+        self._behind = False
         self._opened_s = time.monotonic()
 
     def open(self) -> None:
@@ -168,6 +172,8 @@ class Connection:
 
     def _readable(self) -> None:
         """Read once, so that one busy peer can't keep the loop from the others."""
+        if self._behind:
+            return
         try:
             count = self.reader.receive(self._peer)
         except (BlockingIOError, InterruptedError):
@@ -178,12 +184,22 @@ class Connection:
         if not count:
             self._owner.lost(self, "it closed the connection")
             return
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Hand on the frames that have come; after a turn's time the others go first."""
+        until_s = time.monotonic() + TURN_S
+        self._behind = False
         try:
             while self._reading:
                 frame = self.reader.next_frame()
                 if frame is None:
                     return
                 self._owner.received(self, frame)
+                if time.monotonic() > until_s:
+                    self._behind = True
+                    self._loop.call_soon(self._deliver)
+                    return
         except ProtocolError as error:
             self._owner.broken(self, str(error))
 

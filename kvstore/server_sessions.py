@@ -212,12 +212,18 @@ class Sessions:
             step(connection, *arguments)
         except InvariantError:
             raise
-        except KVStoreError as error:
-            self._refuse(connection, number, str(error))
         except Exception as error:  # noqa: BLE001
-            self.counts.internal_errors += 1
-            _log.exception("session %d of engine %s: a request failed", *_name(connection))
-            self._refuse(connection, number, f"internal error: {type(error).__name__}")
+            self._fail(connection, number, error)
+
+    def _fail(self, connection: Connection, number: int, error: BaseException) -> None:
+        """Answer a request that can't be carried out, or whose handling has a bug."""
+        if isinstance(error, KVStoreError):
+            self._refuse(connection, number, str(error))
+            return
+        self.counts.internal_errors += 1
+        name = _name(connection)
+        _log.error("session %d of engine %s: a request failed", *name, exc_info=error)
+        self._refuse(connection, number, f"internal error: {type(error).__name__}")
 
     def _refuse(self, connection: Connection, number: int, reason: str) -> None:
         self.counts.requests_refused += 1
@@ -287,17 +293,23 @@ class Sessions:
     def _opened(self, connection: Connection, number: int, opening: Opening) -> None:
         """Back on the loop: register at the core, or undo it all where the peer has gone."""
         connection.opening = None
-        gone = connection.phase is Phase.CLOSING
-        if not gone:
-            connection.phase = Phase.GREETED
-        self._attempt(connection, number, self._enter, number, opening)
-        if gone:
-            self._finish(connection)
-
-    def _enter(self, connection: Connection, number: int, opening: Opening) -> None:
-        registration, connection.pages = opening.result()
+        error = opening.exception()
+        if error is None:
+            registration, connection.pages = opening.result()
         if connection.phase is Phase.CLOSING:
+            self._finish(connection)
             return
+        connection.phase = Phase.GREETED
+        if error is None:
+            self._attempt(connection, number, self._enter, number, registration)
+        elif isinstance(error, InvariantError):
+            raise error
+        else:
+            self._note_refusal(f"process {connection.process}", str(error))
+            self._fail(connection, number, error)
+
+    def _enter(self, connection: Connection, number: int, registration: Registration) -> None:
+        assert connection.pages is not None, "the memory is mapped"
         connection.engine = registration.engine
         connection.role = "worker"
         self._mover.attach(connection.session, connection.pages)

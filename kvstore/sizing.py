@@ -188,9 +188,9 @@ def _fit_host(settings: Settings, memory: MemoryFacts) -> HostConfig:
 
 def _host_slab(settings: Settings, size: int) -> int:
     """A slab holds slots of one size, so it must be large enough for one chunk of a large model
-    and small enough that several models each get some: an eighth of a small arena, 64 MiB, a 64th
-    of a large one."""
-    automatic = max(min(64 * MIB, size // 8), min(GIB, size // 64))
+    and small enough that several models each get some: an eighth of a small arena up to 64 MiB, a
+    16th up to 256 MiB, a 64th of a large one."""
+    automatic = max(min(64 * MIB, size // 8), min(256 * MIB, size // 16), min(GIB, size // 64))
     return _slab(settings, "host.slab_size", size, automatic)
 
 

@@ -13,7 +13,7 @@ import tempfile
 from importlib.resources import files
 from pathlib import Path
 
-from grpc_tools import protoc
+from grpc_tools import protoc  # type: ignore[import-untyped]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = "kvstore/proto_gen"

@@ -23,7 +23,9 @@ from kvstore import (
 )
 from kvstore.core.messages import (
     Attach,
+    Cancel,
     Completed,
+    Effect,
     EngineState,
     Lookup,
     LookupReply,
@@ -31,6 +33,7 @@ from kvstore.core.messages import (
     Register,
     Release,
     Reply,
+    Request,
     Retrieve,
     SessionID,
     Store,
@@ -206,7 +209,7 @@ def test_an_outcome_names_the_blocks_of_what_failed_and_leaves_null_ones_out(rig
     shape = Layout("float16", CHUNK_TOKENS, groups)
     with Engine(rig.path) as engine:
         worker = engine.client.register("e", SPACE, shape, engine.memory.describe(), Shard())
-        blocks = {"window": [None, 1, None, 3], "full": [4, 5, 6, 7]}
+        blocks: dict[str, list[int | None]] = {"window": [None, 1, None, 3], "full": [4, 5, 6, 7]}
         ticket = worker.retrieve("r", keys_of(2), blocks)
         rig.complete([1, 0], reason="a checksum failed")
         outcome = ticket.wait(DEADLINE_S)
@@ -262,12 +265,12 @@ def test_a_cancel_is_over_when_it_is_acknowledged_and_not_before(rig: Rig, engin
     part)."""
     held: list[Reply] = []
 
-    def late(event: object) -> list[Reply]:
-        assert hasattr(event, "message")
+    def late(event: Request) -> list[Effect]:
+        assert isinstance(event.message, Cancel)
         held.append(Reply(event.session, event.message.transfer, Completed(b"\0", cancelled=True)))
         return []
 
-    rig.core.answers[kvstore.core.messages.Cancel] = late  # type: ignore[assignment]
+    rig.core.answers[Cancel] = late
     ticket = engine.worker.retrieve("r", keys_of(1), BLOCKS)
     ticket.cancel()
     eventually(lambda: len(held) == 1)
@@ -292,9 +295,13 @@ def test_an_empty_transfer_ends_at_once(engine: Engine) -> None:
 
 def test_threads_share_a_session_and_get_their_own_answers(rig: Rig, engine: Engine) -> None:
     """One thread polls for all: lookups of many threads, and a wait that lasts through them."""
-    rig.core.answers[Lookup] = lambda event: [
-        Reply(event.session, event.id, LookupReply(HitStatus.HIT, int(event.message.request)))  # type: ignore[union-attr]
-    ]
+
+    def as_many_as_its_name(event: Request) -> list[Effect]:
+        assert isinstance(event.message, Lookup)
+        found = LookupReply(HitStatus.HIT, int(event.message.request))
+        return [Reply(event.session, event.id, found)]
+
+    rig.core.answers[Lookup] = as_many_as_its_name
     worker, wrong = engine.worker, []
     ticket = worker.store("r", keys_of(1), BLOCKS)
 

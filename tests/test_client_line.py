@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import Client, HitStatus
+from kvstore import Client, HitStatus, SchedulerSession
 from kvstore.core.messages import (
     Attach,
     Completed,
@@ -203,14 +203,14 @@ def test_a_scheduler_that_set_a_revision_is_not_ready_before_it_is_in_force_agai
     with Engine(rig.path) as engine:
         session = engine.scheduler
         assert session.set_revision("r2", DEADLINE_S)
-        asked = []
-        rig.core.answers[SetRevision] = lambda event: asked.append(event) or []  # type: ignore[func-returns-value]
+        rig.core.answers[SetRevision] = lambda event: []
         rig.emit(Detach(SessionID(1)))
         eventually(lambda: len(rig.core.requests(Attach)) == 2)
-        eventually(lambda: len(asked) == 1)
+        eventually(lambda: len(rig.core.requests(SetRevision)) == 2)
         assert len(session.keys(list(range(CHUNK_TOKENS)))) == 0
         state = EngineState("e1", True, DIGEST, CHUNK_TOKENS)
-        rig.emit(Reply(asked[0].session, asked[0].id, state))
+        asked = rig.core.requests(SetRevision)[1]
+        rig.emit(Reply(asked.session, asked.id, state))
         assert session.wait_ready(DEADLINE_S)
 
 
@@ -276,8 +276,12 @@ def test_a_client_leaves_nothing_behind(rig: Rig) -> None:
             worker = engine.worker
             if number % 2:
                 rig.emit(*(Detach(SessionID(s.session)) for s in rig.server.stats().sessions))
-                eventually(lambda worker=worker: worker.state().counts.losses > 0)
+                _wait_for_a_loss(worker)
     eventually(lambda: rig.server.stats().sessions == ())
     eventually(lambda: open_descriptors() == before)
     names = [thread.name for thread in threading.enumerate()]
     assert "kvstore-client" not in names
+
+
+def _wait_for_a_loss(session: SchedulerSession) -> None:
+    eventually(lambda: session.state().counts.losses > 0)

@@ -14,10 +14,12 @@ import pytest
 from kvstore import Client, HitStatus, ProtocolError
 from kvstore.core.messages import (
     Completed,
+    EngineState,
     Lookup,
     LookupReply,
     Refused,
     Reply,
+    SessionID,
     SetRevision,
     Store,
 )
@@ -329,16 +331,10 @@ def test_a_refused_revision_is_asked_again_when_the_engine_is_ready(rig: Rig) ->
         ]
         assert not session.set_revision("r2", timeout_s=SHORT_S)
         del rig.core.answers[SetRevision]
-        ready = pb.Engine(engine="e1", ready=True, namespace=DIGEST, tokens_per_chunk=CHUNK_TOKENS)
-        rig.emit(Reply(rig.core.events[0].session, 0, _state(ready)))  # type: ignore[union-attr]
+        state = EngineState("e1", True, DIGEST, CHUNK_TOKENS)
+        rig.emit(Reply(SessionID(1), 0, state))
         assert session.wait_ready(DEADLINE_S)
         assert session.state().namespace == b"r2".ljust(32)
-
-
-def _state(engine: pb.Engine) -> object:
-    from kvstore.core.messages import EngineState
-
-    return EngineState(engine.engine, engine.ready, engine.namespace, engine.tokens_per_chunk)
 
 
 def test_register_waits_no_longer_than_it_was_told(bare: BareDaemon) -> None:

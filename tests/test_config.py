@@ -118,7 +118,7 @@ def test_named_file_that_is_missing_is_an_error(tmp_path: Path, how: str) -> Non
         ("[host\n", "can't be read: .*; it must be TOML"),
         (
             "[host]\nsize = 'much'\n",
-            "host.size='much' .file .* is refused; valid: auto, off, a size",
+            "host.size='much' .file .* is refused; valid: auto, a size",
         ),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -45,12 +46,22 @@ def test_spaces_come_back_after_clean_stop_and_crash(tmp_path: Path) -> None:
     tier._let_go()
     tier = opened(tmp_path)
     assert tier.load_manifest() == SPACES
+    tier.scan(lambda slots: None, threading.Event())
     tier.close()
     assert content(tmp_path)["clean"] is True
     tier = opened(tmp_path)
     assert content(tmp_path)["clean"] is False
     assert tier.load_manifest() == SPACES
     tier.close()
+
+
+def test_a_folder_left_uncleanly_stays_so_until_a_scan_has_ended(tmp_path: Path) -> None:
+    """A daemon was killed; the next one stops before it has scanned: the one after that must still
+    verify the newest slots, as a torn write may be among them."""
+    opened(tmp_path)._let_go()
+    tier = opened(tmp_path)
+    tier.close()
+    assert content(tmp_path)["clean"] is False
 
 
 def test_format_at_rest(tmp_path: Path) -> None:

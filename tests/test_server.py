@@ -63,14 +63,12 @@ def test_effects_reach_the_hands_and_events_come_back_in_order(rig: Rig) -> None
     move = Move(MoveID(1), MoveKind.LOAD, None, None, None)  # type: ignore[arg-type]
     rig.emit(move)
     eventually(lambda: rig.mover.moves == [move])
-    reports = [
-        threading.Thread(
-            target=lambda first=first: [
-                rig.server.post(Moved(MoveID(first + i), MoveStatus.OK)) for i in range(500)
-            ]
-        )
-        for first in (0, 1000, 2000)
-    ]
+
+    def report(first: int) -> None:
+        for number in range(first, first + 500):
+            rig.server.post(Moved(MoveID(number), MoveStatus.OK))
+
+    reports = [threading.Thread(target=report, args=(first,)) for first in (0, 1000, 2000)]
     for thread in reports:
         thread.start()
     for thread in reports:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,15 +17,22 @@ from kvstore.core.messages import (
     Attach,
     Completed,
     Detach,
+    Effect,
+    Release,
     Reply,
+    Request,
     SessionID,
 )
-from kvstore.server_connections import OUTGOING_BYTES_MAX
+from kvstore.proto_gen import engine_pb2 as pb
+from kvstore.server_connections import OUTGOING_BYTES_MAX, Connection
 from tests.link_rig import (
+    DEADLINE_S,
     Peer,
     Rig,
     engine_memory,
     eventually,
+    frame,
+    layout,
     lookup_message,
     open_descriptors,
     running_rig,
@@ -171,3 +180,86 @@ def test_a_peer_that_does_not_read_is_lost_at_its_limit(rig: Rig) -> None:
         other.send(lookup_message())
         assert other.answer().chunks == 2
         assert rig.server.stats().sessions_lost == 1
+
+
+def test_sessions_of_every_ending_leave_no_garbage(rig: Rig, memory: int) -> None:
+    """The daemon runs without cyclic collection: connections that were refused, closed, broken or
+    never registered are freed by themselves."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            for ending in (_register_and_close, _refused, _broken, _never_registered):
+                with Peer(rig.path) as peer:
+                    ending(rig, peer, memory)
+        eventually(lambda: rig.server.stats().sessions == ())
+        rig.server.call(lambda: None).result(DEADLINE_S)
+        eventually(lambda: not [o for o in gc.get_objects() if isinstance(o, Connection)])
+    finally:
+        gc.enable()
+
+
+def _register_and_close(rig: Rig, peer: Peer, memory: int) -> None:
+    peer.greet()
+    peer.register([memory])
+    assert peer.answer().engine.ready
+    peer.send(lookup_message())
+    assert peer.answer().chunks == 2
+    peer.send(pb.ClientMessage(kind=pb.ClientMessage.LOOKUP, request="r", keys=b"k"))
+    assert peer.refusal()
+
+
+def _refused(rig: Rig, peer: Peer, memory: int) -> None:
+    peer.greet()
+    peer.register([memory], layout(blocks=33))
+    assert "but the memory has" in peer.refusal()
+
+
+def _broken(rig: Rig, peer: Peer, memory: int) -> None:
+    peer.attach()
+    peer.send_bytes(b"GET / HTTP/1.1")
+    assert peer.refusal()
+    assert peer.receive() is None
+
+
+def _never_registered(rig: Rig, peer: Peer, memory: int) -> None:
+    peer.greet()
+
+
+def test_a_busy_peer_does_not_keep_the_others_waiting(rig: Rig) -> None:
+    """One peer has thousands of requests in its socket: another's is answered long before they
+    are."""
+    with Peer(rig.path) as busy, Peer(rig.path) as other:
+        busy.attach("e1")
+        other.attach("e2")
+        release = pb.ClientMessage(kind=pb.ClientMessage.RELEASE, request="r")
+        data = b""
+        for number in range(3000):
+            release.id = 100 + number
+            data += frame(release.SerializeToString())
+        slow = threading.Event()
+        answer = rig.core._answer
+
+        def count(event: Request) -> list[Effect]:
+            slow.wait(0.0005)
+            return answer(event)
+
+        rig.core.answers[Release] = count
+        busy.send_bytes(data)
+        other.send(lookup_message())
+        assert other.answer().chunks == 2
+        assert len(rig.core.requests(Release)) < 1500
+
+
+def test_connections_are_limited(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more than the limit is refused with the limit; when one leaves, the next may come."""
+    monkeypatch.setattr("kvstore.server_sessions.CONNECTIONS_MAX", 2)
+    with Peer(rig.path) as first, Peer(rig.path) as second, Peer(rig.path) as third:
+        first.attach()
+        second.greet()
+        assert third.refusal() == "the daemon has 2 connections already"
+        assert third.receive() is None
+        first.close()
+        eventually(lambda: len(rig.server.stats().sessions) == 1)
+        with Peer(rig.path) as fourth:
+            fourth.attach("e2")

@@ -190,7 +190,12 @@ def test_a_stop_while_memory_is_mapped_leaves_nothing(memory: int) -> None:
         rig = Rig(str(path / "s.sock"))
         rig.start()
         begun, go_on = threading.Event(), threading.Event()
-        rig.opening = lambda: (begun.set(), go_on.wait(DEADLINE_S))[0]  # type: ignore[assignment]
+
+        def slow() -> None:
+            begun.set()
+            assert go_on.wait(DEADLINE_S)
+
+        rig.opening = slow
         with Peer(rig.path) as peer:
             peer.greet()
             peer.register([memory])

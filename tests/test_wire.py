@@ -32,7 +32,7 @@ def pair() -> Iterator[Pair]:
 
 def read_all(reader: wire.FrameReader, source: socket.socket) -> list[bytes]:
     """Every whole frame that has come."""
-    frames = []
+    frames: list[bytes] = []
     while True:
         try:
             if not reader.receive(source):
@@ -167,7 +167,7 @@ def test_a_writer_sends_descriptors_with_the_first_byte_of_their_frame(pair: Pai
     inside, outside = os.pipe()
     writer.send(left, b"a" * 500_000)
     writer.send(left, b"named", (inside,))
-    found = []
+    found: list[tuple[int, list[int]]] = []
     while len(found) < 2:
         writer.flush(left)
         reader.receive(right)

@@ -76,6 +76,7 @@ class NvmeTier:
         self._saving = threading.Lock()
         self._spaces: tuple[SpaceRecord, ...] = ()
         self._was_clean = False
+        self._scan_ended = False
         self._is_open = False
 
     def open(self) -> None:
@@ -109,7 +110,9 @@ class NvmeTier:
         try:
             self._files.sync()
             with self._saving:
-                manifest.save(self.folder, Manifest(self.slab_bytes, True, self._spaces))
+                # Torn writes of a former daemon are found by the scan: without it they may be there.
+                clean = self._was_clean or self._scan_ended
+                manifest.save(self.folder, Manifest(self.slab_bytes, clean, self._spaces))
         except OSError as error:
             _log.error("nvme: %s isn't left cleanly: %s", self.folder, error)
         self._let_go()
@@ -186,6 +189,7 @@ class NvmeTier:
         newest = 0 if self._was_clean else VERIFY_NEWEST
         try:
             SlabScan(self._files, newest, self._is_whole).run(report, stop)
+            self._scan_ended = not stop.is_set()
         except OSError as error:
             raise _mapped(error, "the scan failed") from error
 
@@ -212,7 +216,7 @@ class NvmeTier:
         if found is None:
             # Without the epochs nothing tells a cleared chunk from a live one.
             self._files.remove_all("there is no manifest that tells which chunks were cleared")
-        self._was_clean = found is not None and found.clean
+        self._was_clean = found is None or found.clean
         self._spaces = found.spaces if found else ()
         manifest.save(self.folder, Manifest(self.slab_bytes, False, self._spaces))
 

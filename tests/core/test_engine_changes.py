@@ -196,3 +196,18 @@ def test_the_alias_is_no_part_of_the_identity() -> None:
     assert two.peek(two.chain(1)) == 1
     (space,) = driver.stats().spaces
     assert (space.model, space.alias) == (MODEL.model, "second")
+
+
+def test_a_store_in_flight_ends_in_the_revision_it_began_in() -> None:
+    """The weights change while two chunks are on their way: they are kept under the old revision,
+    whose keys they have, and are no hit under the new one."""
+    driver = Driver(limits())
+    engine = driver.engine()
+    keys = engine.chain(2)
+    number = engine.store(keys)
+    driver.ask(engine.workers[0], SetRevision("r2"))
+    driver.run()
+    assert driver.completed(engine.workers[0], number).done == b"\1\1"
+    assert engine.peek(keys) == 0
+    driver.ask(engine.workers[0], SetRevision("r1"))
+    assert engine.peek(keys) == 2

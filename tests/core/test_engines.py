@@ -181,9 +181,9 @@ def test_a_worker_that_does_not_fit_is_refused_in_one_line_that_names_both(
     for word in ("'e1'", *words):
         assert word in reason
     assert driver.stats().sessions == 1
-    again = driver.ask(session, Register("e1", "t1", MODEL, layout(), Shard(1, 2)))
-    assert isinstance(body, EngineState)
-    assert body.ready
+    right = driver.ask(session, Register("e1", "t1", MODEL, layout(), Shard(1, 2)))
+    assert isinstance(right, EngineState)
+    assert right.ready
 
 
 def test_replicas_with_different_fingerprints_are_refused() -> None:

@@ -368,3 +368,28 @@ def test_a_bad_copy_below_a_lease_cuts_its_answer() -> None:
     engine.release()
     assert driver.stats().leases == 0
     assert driver.tier().pinned == driver.tier(NVME).pinned == 0
+
+
+def test_a_bad_part_of_one_rank_takes_nothing_from_the_other_rank() -> None:
+    """Rank 0's READ fails while rank 1's is queued: rank 1 still gets its bytes, rank 0's header
+    alone is overwritten, and the chunk is a miss for both from then on (field case 30)."""
+    driver = Driver(limits(host_slots=4, nvme_slots=16, read_depth=1))
+    driver.scanned()
+    engine = driver.engine(shards=(Shard(0, 2), Shard(1, 2)))
+    keys = engine.chain(1)
+    for seed in range(3):
+        engine.put(engine.chain(1, seed))
+    assert engine.lookup(keys) == 1
+    driver.handed_out.clear()
+    numbers = [engine.retrieve(keys, rank) for rank in (0, 1)]
+    driver.end(driver.moves[0], MoveStatus.CORRUPT)
+    driver.run()
+    assert [
+        driver.completed(session, number).done
+        for session, number in zip(engine.workers, numbers, strict=True)
+    ] == [b"\0", b"\1"]
+    assert driver.count(MoveKind.ERASE) == 1
+    assert driver.drops("corrupt") == 1
+    assert engine.lookup(keys) == 0
+    assert engine.put(keys) == b"\1"
+    assert engine.peek(keys) == 1

@@ -57,6 +57,9 @@ class Surroundings(Protocol):
     def disturbances(self) -> int:
         """A number that changes whenever a chunk may have left for a good reason."""
 
+    def losses(self) -> int:
+        """The same for reasons that a lease doesn't hold against."""
+
     def returned(self, ticket: TicketView) -> None:
         """A ticket's blocks are the engine's again."""
 
@@ -67,7 +70,7 @@ class Seen:
 
     keys: bytes
     chunks: int
-    disturbances: int
+    losses: int
     until_s: float
 
 
@@ -221,18 +224,18 @@ class Model:
         self._check_present(session, keys[: body.chunks])
         name = (*session.engine(), message.request)
         seen = self.seen.get(name)
-        count = world.disturbances()
         if seen is None or seen.keys != message.keys or seen.until_s < world.now:
-            expected = self._expected(session, keys, count) if seen is None else 0
+            expected = 0 if seen else self._expected(session, keys, world.disturbances())
         else:
-            expected = seen.chunks if seen.disturbances == count else 0
+            expected = seen.chunks if seen.losses == world.losses() else 0
+            self.counts["leases that had to hold"] += expected > 0
         if body.chunks < expected and session.namespace:
             raise SimulationError(f"a hit of {body.chunks}, but {expected} chunks must be there")
         self.counts["hits that had to be"] += expected
         until_s = world.now + self.lease_s
         self.seen.pop(name, None)
         if body.chunks:
-            self.seen[name] = Seen(message.keys, body.chunks, count, until_s)
+            self.seen[name] = Seen(message.keys, body.chunks, world.losses(), until_s)
 
     def _check_present(self, session: SessionView, keys: list[bytes]) -> None:
         """Every part that a hit needs has landed since the last acknowledged clear."""

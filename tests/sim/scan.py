@@ -7,10 +7,20 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvstore.core.limits import Limits
-from kvstore.core.messages import Event, Place, ScanDone, Scanned, ScannedSlot, TierName
+from kvstore.core.messages import (
+    ChunkHeader,
+    Event,
+    Place,
+    ScanDone,
+    Scanned,
+    ScannedSlot,
+    SpaceRecord,
+    TierName,
+)
 from kvstore.core.service import Service
 from tests.sim.media import Disk
 from tests.sim.model import Model
+from tests.sim.restored import check_restored, whole_families
 
 
 class Scanning(Protocol):
@@ -19,16 +29,19 @@ class Scanning(Protocol):
     rng: random.Random
     disk: Disk
     limits: Limits
-    scanned: set[Place] | None
-    service: Service
+    manifest: tuple[SpaceRecord, ...]
     model: Model
-    now: float
+    service: Service
+    scanned: set[Place] | None
 
     def later(self, delay_s: float, act: Callable[[], None]) -> None:
         """Do something after a while, unless the daemon dies before."""
 
     def deliver(self, event: Event) -> None:
         """Tell the core something."""
+
+    def disturbances(self) -> int:
+        """A number that changes whenever a chunk may have left for a good reason."""
 
 
 def scan(world: Scanning) -> None:
@@ -39,6 +52,7 @@ def scan(world: Scanning) -> None:
     """
     leave_out = world.rng.random() < 0.3
     slots = [s for s in _slots(world) if s.header is not None or not leave_out]
+    found = [slot.header for slot in slots if slot.header is not None and _fits(world, slot)]
     world.rng.shuffle(slots)
     delay_s = 0.0
     while slots:
@@ -46,7 +60,7 @@ def scan(world: Scanning) -> None:
         batch, slots = slots[:size], slots[size:]
         delay_s += world.rng.uniform(0.0, 0.02)
         _report_later(world, delay_s, tuple(batch))
-    world.later(delay_s + world.rng.uniform(0.0, 0.05), lambda: _done(world))
+    _finish_later(world, delay_s + world.rng.uniform(0.0, 0.05), found)
 
 
 def _slots(world: Scanning) -> list[ScannedSlot]:
@@ -65,6 +79,11 @@ def _slots(world: Scanning) -> list[ScannedSlot]:
     return found
 
 
+def _fits(world: Scanning, slot: ScannedSlot) -> bool:
+    """Whether the slot lies within the limits of this start."""
+    return world.limits.nvme is not None and slot.place.slab < world.limits.nvme.slabs
+
+
 def _report_later(world: Scanning, delay_s: float, batch: tuple[ScannedSlot, ...]) -> None:
     def report() -> None:
         if world.scanned is not None:
@@ -74,9 +93,15 @@ def _report_later(world: Scanning, delay_s: float, batch: tuple[ScannedSlot, ...
     world.later(delay_s, report)
 
 
-def _done(world: Scanning) -> None:
-    world.scanned = None
-    world.deliver(ScanDone(TierName.NVME))
-    for tier in world.service.stats(world.now).tiers:
-        if tier.name == TierName.NVME.value:
-            world.model.counts["found at start"] += tier.chunks
+def _finish_later(world: Scanning, delay_s: float, found: list[ChunkHeader]) -> None:
+    """End the scan; with no clear and no bad read meanwhile, all that was whole must be there."""
+    families = whole_families(found, world.manifest)
+    before = world.disturbances()
+
+    def finish() -> None:
+        world.scanned = None
+        world.deliver(ScanDone(TierName.NVME))
+        if world.disturbances() == before:
+            world.model.counts["found at start"] += check_restored(world.service, families)
+
+    world.later(delay_s, finish)

@@ -97,10 +97,10 @@ def draw_limits(rng: random.Random, roomy: bool) -> Limits:
         read_depth=rng.randint(1, 4),
         write_depth=rng.randint(1, 3),
         write_backlog_max=rng.choice((2, 16, 65_536)),
-        write_budget_bytes_s=rng.choice((0, 0, 3000)),
+        write_budget_bytes_s=rng.choice((0, 0, 0, 3000)),
         write_burst_s=rng.choice((2.0, 10.0)),
         admit_after=rng.choice((1, 1, 2)),
         sweep_entries=rng.choice((1, 3, 500)),
-        sessions_max=rng.choice((3, 1024, 1024)),
+        sessions_max=rng.choice((6, 1024, 1024)),
         nvme_retry_s=rng.choice((0.1, 30.0)),
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from kvstore.core.errors import KVStoreError
+from kvstore.core.layout import Part
 from kvstore.core.limits import Limits
 from kvstore.core.messages import (
     ADMIN,
@@ -64,6 +65,13 @@ class Setting:
     shapes: tuple[EngineShape, ...]
     roomy: bool = False
 
+    def one_size(self) -> bool:
+        """Whether all slots have one size, so that no slab is ever taken for another."""
+        sizes = {
+            -(-shape.layout.part_bytes(part) // 4096) for shape in self.shapes for part in Part
+        }
+        return len(sizes - {0}) == 1
+
 
 class World:
     """Drives the core. ``deliver`` is the only way to it, and checks everything after each
@@ -91,7 +99,7 @@ class World:
         self._on_close: dict[SessionID, Callable[[], None]] = {}
         self._persists: list[Persist] = []
         self._disturbances = 0
-        self._counted: int | None = None
+        self._counted: tuple[int, int] | None = None
         self.service: Service
         self.hands: Hands
 
@@ -299,11 +307,21 @@ class World:
 
     def disturbances(self) -> int:
         """A number that changes whenever a chunk may have left for a good reason."""
+        return self._counts()[0] + self._disturbances
+
+    def losses(self) -> int:
+        """The same for reasons that a lease doesn't hold against: a loss, a clear, or a slab that is
+        taken for another slot size."""
+        both, drops = self._counts()
+        return self._disturbances + (drops if self.setting.one_size() else both)
+
+    def _counts(self) -> tuple[int, int]:
+        """Evictions and disturbing drops together, and the latter alone."""
         if self._counted is None:
             stats = self.service.stats(self.now)
-            self._counted = sum(tier.evictions for tier in stats.tiers)
-            self._counted += sum(stats.drops.get(name, 0) for name in DISTURBING)
-        return self._counted + self._disturbances
+            drops = sum(stats.drops.get(name, 0) for name in DISTURBING)
+            self._counted = drops + sum(tier.evictions for tier in stats.tiers), drops
+        return self._counted
 
 
 def shrunk(limits: Limits, rng: random.Random) -> Limits:

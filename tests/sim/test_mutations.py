@@ -1,0 +1,268 @@
+"""Mutations: faults put into the core on purpose, each of which the simulator must notice.
+
+A mutation replaces one function of the core by a wrong one. Some seed of a fixed, bounded list must
+then fail, and all of these seeds pass with the core as it is. Mutations marked ``blind`` are found
+without the core's own check of its invariants, by what the outside sees alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+import kvstore.core.candidates as candidates
+import kvstore.core.tree as tree_module
+from kvstore.core.candidates import Candidates
+from kvstore.core.clearing import Clearing
+from kvstore.core.directory import Directory
+from kvstore.core.errors import InvariantError
+from kvstore.core.leases import Leases
+from kvstore.core.messages import Detach, MoveStatus, Persisted
+from kvstore.core.restoring import Restoring
+from kvstore.core.retrieving import Retrieving
+from kvstore.core.service import Service
+from kvstore.core.slots import Slot, SlotState
+from kvstore.core.spaces import Spaces
+from kvstore.core.state import State
+from kvstore.core.storing import Storing
+from kvstore.core.tickets import Ticket
+from kvstore.core.tree import Tree
+from kvstore.core.tree_nodes import Copy
+from tests.sim.errors import SimulationError
+from tests.sim.run import simulate
+
+SEEDS = range(700, 730)
+STEPS = 250
+Patch = Callable[..., None]
+"""``monkeypatch.setattr``."""
+
+
+def commit_before_the_bytes(patch: Patch) -> None:
+    """A slot is READY from when it is reserved."""
+    reserve = Tree.reserve
+
+    def reserved(self: Tree, *facts: Any) -> Any:
+        slot = reserve(self, *facts)
+        if isinstance(slot, Slot):
+            self.landed(slot)
+        return slot
+
+    patch(Tree, "reserve", reserved)
+
+
+def free_at_cancel(patch: Patch) -> None:
+    """A cancelled slot is free at once, though a Move still writes it."""
+
+    def free_if_dead(self: Slot) -> bool:
+        if self.state not in (SlotState.CANCELLED, SlotState.DOOMED):
+            return False
+        self._go("free")
+        self._clean()
+        return True
+
+    patch(Slot, "free_if_dead", free_if_dead)
+
+
+def evict_pinned(patch: Patch) -> None:
+    """What a Move holds may be evicted."""
+
+    def evict(self: Slot) -> None:
+        self._go("evict")
+        self._clean()
+
+    def idle(slots: list[Slot | None]) -> bool:
+        return all(slot is None or slot.state is SlotState.READY for slot in slots)
+
+    patch(Slot, "evict", evict)
+    patch(candidates, "_all_idle", idle)
+
+
+def evict_leased(patch: Patch) -> None:
+    """What a lease protects may be evicted."""
+
+    def loose(self: Candidates, copy: Copy) -> bool:
+        return copy.live and copy.space.alive and copy is not self.guard
+
+    patch(Candidates, "_loose", loose)
+
+
+def evict_from_the_middle(patch: Patch) -> None:
+    """A chunk may leave while others hang below it."""
+
+    def evictable(self: Candidates, copy: Copy) -> bool:
+        return self._loose(copy) and all(map(candidates._all_idle, copy.parts))
+
+    patch(Candidates, "evictable", evictable)
+
+
+def publish_without_parent(patch: Patch) -> None:
+    """A chunk whose bytes have landed is READY, though its parent isn't."""
+    patch(tree_module, "may_commit", lambda slot, parent: tree_module.lands(slot))
+
+
+def lease_never_expires(patch: Patch) -> None:
+    """A deadline passes, and the lease stays."""
+    patch(Leases, "expire", lambda self, now, most: None)
+
+
+def lease_outlives_its_engine(patch: Patch) -> None:
+    """An engine loses a worker, and its leases stay."""
+    patch(Leases, "end_engine", lambda self, engine: None)
+
+
+def lease_keeps_its_pins(patch: Patch) -> None:
+    """A released lease goes on to protect its chunks."""
+    patch(Tree, "unlease", lambda self, copy: None)
+
+
+def cleared_epoch_is_restored(patch: Patch) -> None:
+    """A start takes over what was cleared."""
+    enter = Restoring._enter
+
+    def entered(self: Restoring, nvme: Tree, slot: Slot, header: Any) -> Any:
+        space = self._state.spaces.find(header.tenant, header.namespace)
+        epoch = header.epoch if space is None else space.epoch
+        return enter(self, nvme, slot, replace(header, epoch=epoch))
+
+    patch(Restoring, "_enter", entered)
+
+
+def clear_keeps_the_epoch(patch: Patch) -> None:
+    """A clear forgets the chunks, but the epoch stays what it was."""
+    raise_epoch = Spaces.raise_epoch
+
+    def raised(self: Spaces, space: Any) -> Any:
+        after = raise_epoch(self, space)
+        after.epoch = space.epoch
+        return after
+
+    patch(Spaces, "raise_epoch", raised)
+
+
+def clear_answers_before_it_is_durable(patch: Patch) -> None:
+    """Cleared is sent while the manifest is still on its way."""
+    clear = Clearing.clear
+
+    def cleared(self: Clearing, *facts: Any) -> None:
+        clear(self, *facts)
+        for number in list(self._clears):
+            self.persisted(Persisted(number))
+
+    patch(Clearing, "clear", cleared)
+
+
+def blocks_back_before_the_end(patch: Patch) -> None:
+    """A cancel is acknowledged while a Move still uses the blocks."""
+    patch(Ticket, "ended", lambda self: self.cancelled or self.open_waits == 0)
+
+
+def detach_before_the_end(patch: Patch) -> None:
+    """A lost session's memory is unmapped while a Move still uses it."""
+
+    def detach_if_idle(self: State, session: Any) -> None:
+        if self.engines.session(session.id) is session and session.closing:
+            self.engines.remove(session)
+            self.effects.append(Detach(session.id))
+
+    patch(State, "detach_if_idle", detach_if_idle)
+
+
+def failed_store_is_acknowledged(patch: Patch) -> None:
+    """A STORE that failed counts as done."""
+    moved = Storing.moved
+    patch(Storing, "moved", lambda self, job, status: moved(self, job, MoveStatus.OK))
+
+
+def failed_load_is_done(patch: Patch) -> None:
+    """A LOAD that failed half-way counts as done."""
+    loaded = Retrieving.loaded
+    patch(Retrieving, "loaded", lambda self, job, status: loaded(self, job, MoveStatus.OK))
+
+
+def bad_read_is_used(patch: Patch) -> None:
+    """What failed its check is handed on."""
+    read = Retrieving.read
+    patch(Retrieving, "read", lambda self, job, status: read(self, job, MoveStatus.OK))
+
+
+def tenants_share(patch: Patch) -> None:
+    """Namespaces are told apart by digest alone."""
+    enter, find = Spaces.enter, Spaces.find
+    patch(Spaces, "find", lambda self, tenant, namespace: find(self, "all", namespace))
+    patch(
+        Spaces,
+        "enter",
+        lambda self, record, shards: enter(self, replace(record, tenant="all"), shards),
+    )
+
+
+def windows_are_not_needed(patch: Patch) -> None:
+    """A hit needs FULL parts only."""
+    patch(Directory, "step_down", lambda self, space, keys, chunks, window_chunks: chunks)
+
+
+def one_shard_is_enough(patch: Patch) -> None:
+    """A chunk is visible with its first shard."""
+
+    def visible(self: Copy) -> bool:
+        return self.ready[0] > 0 and self.live and self.space.alive
+
+    patch(Copy, "visible", visible)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault, and whether the outside must see it by itself."""
+
+    make: Callable[[Patch], None]
+    blind: bool
+
+    def __str__(self) -> str:
+        return self.make.__name__
+
+
+MUTATIONS = (
+    Mutation(commit_before_the_bytes, blind=True),
+    Mutation(free_at_cancel, blind=False),
+    Mutation(evict_pinned, blind=True),
+    Mutation(evict_leased, blind=True),
+    Mutation(evict_from_the_middle, blind=False),
+    Mutation(publish_without_parent, blind=False),
+    Mutation(lease_never_expires, blind=True),
+    Mutation(lease_outlives_its_engine, blind=True),
+    Mutation(lease_keeps_its_pins, blind=False),
+    Mutation(cleared_epoch_is_restored, blind=True),
+    Mutation(clear_keeps_the_epoch, blind=True),
+    Mutation(clear_answers_before_it_is_durable, blind=True),
+    Mutation(blocks_back_before_the_end, blind=True),
+    Mutation(detach_before_the_end, blind=True),
+    Mutation(failed_store_is_acknowledged, blind=True),
+    Mutation(failed_load_is_done, blind=True),
+    Mutation(bad_read_is_used, blind=True),
+    Mutation(tenants_share, blind=True),
+    Mutation(windows_are_not_needed, blind=True),
+    Mutation(one_shard_is_enough, blind=True),
+)
+
+
+def test_the_core_as_it_is_passes_these_seeds() -> None:
+    for seed in SEEDS:
+        simulate(seed, STEPS)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_mutation_is_caught(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mutation.blind:
+        monkeypatch.setattr(Service, "check_invariants", lambda self: None)
+    mutation.make(monkeypatch.setattr)
+    for seed in SEEDS:
+        try:
+            simulate(seed, STEPS)
+        except SimulationError as error:
+            cause = error.__cause__
+            if isinstance(cause, (SimulationError, InvariantError)):
+                return
+    pytest.fail(f"{mutation} went unnoticed by all of {SEEDS}")
