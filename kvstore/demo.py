@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvstore.cli_admin import NoDaemonError
+from kvstore.core.errors import ConfigError
 from kvstore.demo_processes import (
     START_S,
     DemoError,
@@ -38,7 +40,7 @@ from kvstore.demo_processes import (
 from kvstore.demo_render import Progress, render
 from kvstore.demo_text import QUESTIONS, shared_text
 
-OK, FAILURE = 0, 1
+OK, FAILURE, NO_DAEMON = 0, 1, 3
 QUESTION_TOKENS_MAX = 64
 MIB = 1 << 20
 NEEDED = ("torch", "transformers", "safetensors")
@@ -57,18 +59,18 @@ class DemoOptions:
     new_tokens: int = 24
 
     def validate(self) -> None:
-        """Raise DemoError for sizes that make no demo."""
+        """Raise ConfigError for sizes that make no demo."""
         if self.tokens_per_chunk < 16 or self.tokens_per_chunk % 16:
-            raise DemoError(
-                f"tokens_per_chunk={self.tokens_per_chunk}; valid are multiples of 16 from 16"
+            raise ConfigError(
+                f"--tokens-per-chunk={self.tokens_per_chunk}; valid are multiples of 16 from 16"
             )
         if self.context_tokens < 1 or self.context_tokens % self.tokens_per_chunk:
-            raise DemoError(
-                f"context_tokens={self.context_tokens}; valid are multiples of "
-                f"tokens_per_chunk={self.tokens_per_chunk}"
+            raise ConfigError(
+                f"--context-tokens={self.context_tokens}; valid are multiples of "
+                f"--tokens-per-chunk={self.tokens_per_chunk}"
             )
         if self.new_tokens < 1:
-            raise DemoError(f"new_tokens={self.new_tokens}; valid is 1 or more")
+            raise ConfigError(f"--new-tokens={self.new_tokens}; valid is 1 or more")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,14 +97,19 @@ def run(namespace: argparse.Namespace) -> int:
         tokens_per_chunk=namespace.tokens_per_chunk,
         new_tokens=namespace.new_tokens,
     )
-    result = run_demo(options)
+    try:
+        result = run_demo(options)
+    except NoDaemonError as error:
+        print(f"kvstore demo: {error}", file=sys.stderr)
+        return NO_DAEMON
     print(json.dumps(result) if namespace.json else render(result))
     return FAILURE if result["problems"] else OK
 
 
 def run_demo(options: DemoOptions) -> dict[str, Any]:
     """Run the demo and give its document: ``steps``, ``problems`` (empty when all went well) and
-    what it ran on. Raises KVStoreError where it can't run."""
+    what it ran on. Raises KVStoreError where it can't run, NoDaemonError where ``socket`` names
+    no daemon."""
     options.validate()
     for name in NEEDED:
         if importlib.util.find_spec(name) is None:
@@ -129,6 +136,8 @@ class _Demo:
 
     def run(self) -> dict[str, Any]:
         """All of it, in order."""
+        if self._options.socket:
+            daemon_stats(Path(self._options.socket))
         self._model = self._model or self._small_model()
         facts = self._run_cold()
         if self._options.socket:

@@ -73,6 +73,18 @@ class SessionStats:
     age_s: float
 
 
+@dataclass(slots=True)
+class ServerCounts:
+    """What the engine link counts."""
+
+    connections_total: int = 0
+    connections_refused: int = 0
+    protocol_errors: int = 0
+    requests_refused: int = 0
+    internal_errors: int = 0
+    sessions_lost: int = 0
+
+
 class ConnectionOwner(Protocol):
     """Who acts on what a connection delivers."""
 

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from kvstore.core.errors import InvariantError, KVStoreError, LayoutMismatchError, ProtocolError
@@ -34,7 +33,13 @@ from kvstore.core.messages import (
 )
 from kvstore.core.stats import Histogram
 from kvstore.proto_gen import engine_pb2 as pb
-from kvstore.server_connections import Connection, EnginePages, Phase, SessionStats
+from kvstore.server_connections import (
+    Connection,
+    EnginePages,
+    Phase,
+    ServerCounts,
+    SessionStats,
+)
 from kvstore.server_hands import Mover, OpenPages, Tenants
 from kvstore.wire import hello, hello_mismatch, read_client_message
 from kvstore.wire_messages import (
@@ -56,18 +61,6 @@ REFUSALS_MAX = 1024
 
 Opening = Future[tuple[Registration, EnginePages]]
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class ServerCounts:
-    """What the engine link counts."""
-
-    connections_total: int = 0
-    connections_refused: int = 0
-    protocol_errors: int = 0
-    requests_refused: int = 0
-    internal_errors: int = 0
-    sessions_lost: int = 0
 
 
 class Sessions:

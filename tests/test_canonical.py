@@ -42,7 +42,7 @@ def encode(domain: str, fields: FieldList) -> bytes:
     encoder = Encoder(domain)
     for kind, tag, value in fields:
         getattr(encoder, kind)(tag, value)
-    return encoder.bytes()
+    return encoder.encoded()
 
 
 @given(st.text(max_size=5), st.lists(FIELDS, max_size=5))
@@ -72,7 +72,7 @@ def test_pinned_bytes_of_each_type() -> None:
     encoder.text("t", "é")
     encoder.number("n", -2)
     encoder.raw("r", b"\x00\xff")
-    assert encoder.bytes().hex() == (
+    assert encoder.encoded().hex() == (
         "06000000646f6d61696e" + "74" + "0100000000000000" + "64"
         "01000000" + "74" + "74" + "0200000000000000" + "c3a9"
         "01000000" + "6e" + "6e" + "0800000000000000" + "feffffffffffffff"
@@ -80,11 +80,11 @@ def test_pinned_bytes_of_each_type() -> None:
     )
 
 
-def test_bytes_may_be_read_while_fields_are_added() -> None:
+def test_encoding_may_be_read_while_fields_are_added() -> None:
     encoder = Encoder("d")
-    before = encoder.bytes()
+    before = encoder.encoded()
     encoder.number("n", 1)
-    assert encoder.bytes() == before + reference_field("n", 1)
+    assert encoder.encoded() == before + reference_field("n", 1)
 
 
 def test_lone_surrogates_are_kept_apart_from_their_escape() -> None:

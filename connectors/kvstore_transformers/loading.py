@@ -33,6 +33,8 @@ def load_model(path_or_id: str, dtype: str = "float32") -> CausalModel:
     """
     if dtype not in DTYPES:
         raise ModelError(f"model: dtype={dtype!r}; valid are {', '.join(DTYPES)}")
+    if path_or_id.startswith(("/", "./", "../", "~")) and not Path(path_or_id).is_dir():
+        raise ModelError(f"model: no folder {path_or_id!r}; name a model's folder or its hub ID")
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         config = AutoConfig.from_pretrained(path_or_id, trust_remote_code=False)

@@ -110,7 +110,7 @@ class NvmeTier:
         try:
             self._files.sync()
             with self._saving:
-                # Torn writes of a former daemon are found by the scan: without it they may be there.
+                # Only a scan finds the torn writes of a former daemon.
                 clean = self._was_clean or self._scan_ended
                 manifest.save(self.folder, Manifest(self.slab_bytes, clean, self._spaces))
         except OSError as error:

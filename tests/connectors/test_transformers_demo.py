@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from kvstore import demo, demo_text
+from kvstore.core.errors import ConfigError
 from kvstore.demo import DemoOptions, run_demo
 from kvstore.demo_processes import DemoError, EngineProcess, OwnDaemon, module_command
 from kvstore.demo_render import Progress, render
@@ -103,15 +104,26 @@ def test_command_fails_when_an_answer_differs_or_nothing_is_reused(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"context_tokens": 100}, "multiples of tokens_per_chunk=64"),
+        ({"context_tokens": 100}, "multiples of --tokens-per-chunk=64"),
         ({"tokens_per_chunk": 24}, "multiples of 16"),
         ({"new_tokens": 0}, "1 or more"),
     ],
     ids=str,
 )
 def test_sizes_that_make_no_demo_are_refused(changes: dict[str, int], said: str) -> None:
-    with pytest.raises(DemoError, match=said):
+    with pytest.raises(ConfigError, match=said):
         run_demo(options_of(Path("model"), **changes))
+
+
+def test_socket_without_a_daemon_is_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status 3, as of every command, and before any model is loaded."""
+    arguments = argparse.ArgumentParser()
+    demo.add_arguments(arguments)
+    socket = str(tmp_path / "nowhere.sock")
+    assert demo.run(arguments.parse_args(["--socket", socket, "--model", "none"])) == 3
+    assert "no daemon answers" in capsys.readouterr().err
 
 
 def test_unsupported_model_is_one_line(tmp_path: Path) -> None:

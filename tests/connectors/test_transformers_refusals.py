@@ -82,6 +82,8 @@ def test_folder_without_a_model_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         load_model(str(tmp_path))
     assert "\n" not in str(caught.value)
+    with pytest.raises(ModelError, match=r"no folder '.*nowhere'; name a model's folder"):
+        load_model(str(tmp_path / "nowhere"))
     with pytest.raises(ModelError, match="tokenizer"):
         load_tokenizer(str(tmp_path / "nowhere"))
 

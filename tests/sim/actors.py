@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvstore.core.keys import ChunkKeys, KeyContext, prefix_keys
 from kvstore.core.layout import NULL_BLOCK
@@ -57,6 +57,7 @@ class FakeEngine:
     tickets: list[tuple[SessionID, int]] = field(default_factory=list)
     closing: int = 0
     made: int = 0
+    revision: str = "r0"
 
     def act(self) -> None:
         """Do one thing, as chance has it."""
@@ -66,8 +67,7 @@ class FakeEngine:
         elif rng.random() < self.world.setting.faults.close_rate:
             self.leave(rng.choice([*self.workers.values(), self.scheduler]))
         elif rng.random() < self.world.setting.faults.revision_rate and self.workers:
-            session = rng.choice(list(self.workers.values()))
-            self.world.request(session.id, SetRevision(f"r{rng.randint(0, 3)}"))
+            self._update(rng.choice(list(self.workers.values())), f"r{rng.randint(0, 3)}")
         elif self.tickets and rng.random() < self.world.setting.faults.cancel:
             session, number = rng.choice(self.tickets)
             if session in self.world.model.sessions and not self._gone(session):
@@ -78,6 +78,15 @@ class FakeEngine:
             self._begin()
         elif self.jobs:
             self._advance(rng.choice(self.jobs))
+
+    def _update(self, view: SessionView, revision: str) -> None:
+        """The engine's weights are updated."""
+
+        def updated(reply: Reply) -> None:
+            if isinstance(reply.body, EngineState):
+                self.revision = revision
+
+        self.world.request(view.id, SetRevision(revision), updated)
 
     def _talk_nonsense(self) -> None:
         rng = self.world.rng
@@ -119,10 +128,11 @@ class FakeEngine:
             self.scheduler = view
             world.request(view.id, Attach(shape.engine, shape.tenant), self._joined(view))
             return
+        if not self.workers:
+            self.revision = "r0"
         self.workers[rank] = view
-        register = Register(
-            shape.engine, shape.tenant, shape.namespace, shape.layout, shape.shards[rank]
-        )
+        namespace = replace(shape.namespace, revision=self.revision)
+        register = Register(shape.engine, shape.tenant, namespace, shape.layout, shape.shards[rank])
         world.request(view.id, register, self._joined(view))
 
     def leave(self, view: SessionView | None) -> None:
@@ -176,7 +186,9 @@ class FakeEngine:
         self.closing -= 1
 
     def _absent(self) -> list[int | None]:
-        absent: list[int | None] = [r for r in range(len(self.shape.shards)) if r not in self.workers]
+        absent: list[int | None] = [
+            r for r in range(len(self.shape.shards)) if r not in self.workers
+        ]
         if self.scheduler is None:
             absent.append(None)
         return absent
@@ -275,15 +287,14 @@ class FakeEngine:
 
     # ------------------------------------------------------------ blocks
 
-    def _lend(
-        self, view: SessionView, chunks: int, live: list[list[bool]] | None
-    ) -> Blocks | None:
-        """Blocks for so many chunks, taken from the free ones; None where there are too few. ``live``
-        says which of each group's blocks aren't null."""
+    def _lend(self, view: SessionView, chunks: int, live: list[list[bool]] | None) -> Blocks | None:
+        """Blocks for so many chunks, taken from the free ones; None where there are too few.
+        ``live`` says which of each group's blocks aren't null."""
         memory = view.memory
         if memory is None:
             return None
-        packed, taken = [], []
+        packed: list[bytes] = []
+        taken: list[tuple[int, int]] = []
         for group in range(len(view.shape.layout.groups)):
             need = chunks * view.shape.layout.blocks_per_chunk(group)
             free = memory.free[group]

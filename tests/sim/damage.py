@@ -36,9 +36,9 @@ def _some_record(world: World) -> Record | None:
     busy: set[tuple[int, int]] = set()
     for running in world.hands.running.values():
         for place in (running.move.source, running.move.target):
-            if isinstance(place, Place) and place.tier is TierName.NVME:
-                if running.move.kind is not MoveKind.READ:
-                    busy.add((place.slab, place.index * place.slot_bytes))
+            at_rest = isinstance(place, Place) and place.tier is TierName.NVME
+            if place is not None and at_rest and running.move.kind is not MoveKind.READ:
+                busy.add((place.slab, place.index * place.slot_bytes))
     quiet = [
         record
         for name, record in world.disk.records.items()

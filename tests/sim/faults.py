@@ -40,8 +40,8 @@ class Faults:
     move_stuck: float = 0.002
     disk_full: float = 0.01
     erase_fails: float = 0.1
-    flip_rate: float = 0.004
-    misplace_rate: float = 0.002
+    flip_rate: float = 0.02
+    misplace_rate: float = 0.01
     close_rate: float = 0.01
     crash_rate: float = 0.004
     clear_rate: float = 0.01

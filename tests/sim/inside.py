@@ -24,7 +24,9 @@ def check_inside(service: Service, sessions: Iterable[SessionView]) -> None:
             continue
         told, true = view.namespace, session.engine.state().namespace
         if told != true:
-            raise SimulationError(f"s{view.id} was told {told.hex()[:6]}, but it is {true.hex()[:6]}")
+            raise SimulationError(
+                f"s{view.id} was told {told.hex()[:6]}, but it is {true.hex()[:6]}"
+            )
     for tree in state.directory.trees():
         if tree.linear:
             continue

@@ -1,8 +1,8 @@
 """Media: engine memory, the host arena and the disk, byte-exact but tiny.
 
-A block's bytes are modelled by a *cell* of two halves. What an engine writes for a chunk is the same
-pattern in both halves; a Move carries the first halves when it starts and the second when it ends,
-so whatever was changed in between shows as a cell of two different halves.
+A block's bytes are modelled by a *cell* of two halves. What an engine writes for a chunk is the
+same pattern in both halves; a Move carries the first halves when it starts and the second when it
+ends, so whatever was changed in between shows as a cell of two different halves.
 """
 
 from __future__ import annotations

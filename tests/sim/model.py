@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvstore.core.layout import NULL_BLOCK, Layout, Part
+from kvstore.core.layout import NULL_BLOCK, Part
 from kvstore.core.messages import (
     Cleared,
     Completed,
@@ -317,7 +317,7 @@ class Model:
         for mapping in (
             self.sessions, self.open, self.tickets, self.clearing, self.seen, self.acked
         ):  # fmt: skip
-            mapping.clear()  # type: ignore[attr-defined]
+            mapping.clear()
 
 
 def _compare(ticket: TicketView, body: Completed) -> None:

@@ -1,9 +1,9 @@
-"""Nonsense: what a broken engine may send. It gets an answer, and nobody else is the worse for it."""
+"""Nonsense: what a broken engine may send. It is answered, and nobody else is the worse for it."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvstore.core.keys import NO_PARENT, ChunkKey
 from kvstore.core.messages import (
@@ -114,7 +114,7 @@ _KINDS: tuple[Callable[[random.Random, SessionView], tuple[Message, Bodies]], ..
 )
 
 
-def tangled(rng: random.Random, real: list[bytes], count: int) -> tuple[bytes, int, ChunkKey]:
+def tangled(rng: random.Random, real: Sequence[bytes], count: int) -> tuple[bytes, int, ChunkKey]:
     """Keys, depth and parent of a store that no chain of chunks can have. The keys are new, so no
     lookup of an honest request meets them; the parent may be a real chunk."""
     keys = [_key(rng) for _ in range(count)]

@@ -45,5 +45,7 @@ def check_restored(service: Service, families: set[Family]) -> int:
         space = state.spaces.find(tenant, namespace)
         copy = None if tree is None or space is None else tree.find(space, key)
         if copy is None or not copy.visible():
-            raise SimulationError(f"{key.hex()[:6]} is on the disk whole, but wasn't found at start")
+            raise SimulationError(
+                f"{key.hex()[:6]} is whole on the disk, but wasn't found at start"
+            )
     return len(families)

@@ -22,9 +22,7 @@ def simulate(seed: int, steps: int = STEPS) -> Counter[str]:
     """Run a seed; returns what happened how often. Raises SimulationError with seed and story."""
     rng = random.Random(seed)
     roomy = rng.random() < 0.25
-    setting = Setting(
-        draw_limits(rng, roomy), draw(rng), tuple(draw_engines(rng)), roomy
-    )
+    setting = Setting(draw_limits(rng, roomy), draw(rng), tuple(draw_engines(rng)), roomy)
     world = World(setting, rng.randrange(1 << 30))
     try:
         Run(world).all(steps)

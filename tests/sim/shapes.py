@@ -84,11 +84,11 @@ def draw_engines(rng: random.Random) -> list[EngineShape]:
 
 def draw_limits(rng: random.Random, roomy: bool) -> Limits:
     """Limits of one world; a roomy one never has to evict."""
-    nvme = TierLimits(rng.randint(2, 8), NVME_SLAB_BYTES) if rng.random() < 0.7 else None
+    nvme = TierLimits(rng.randint(2, 9), NVME_SLAB_BYTES) if rng.random() < 0.75 else None
     if roomy and nvme is not None:
         nvme = TierLimits(400, NVME_SLAB_BYTES)
     return Limits(
-        host=TierLimits(400 if roomy else rng.randint(1, 7), HOST_SLAB_BYTES),
+        host=TierLimits(400 if roomy else rng.choice((1, 2, 3, 5, 8)), HOST_SLAB_BYTES),
         nvme=nvme,
         staging_slots=rng.randint(1, 3),
         lease_s=rng.choice((0.2, 5.0, 60.0)),

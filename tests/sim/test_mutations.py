@@ -18,6 +18,7 @@ import kvstore.core.tree as tree_module
 from kvstore.core.candidates import Candidates
 from kvstore.core.clearing import Clearing
 from kvstore.core.directory import Directory
+from kvstore.core.engines import Session
 from kvstore.core.errors import InvariantError
 from kvstore.core.leases import Leases
 from kvstore.core.messages import Detach, MoveStatus, Persisted
@@ -30,11 +31,11 @@ from kvstore.core.state import State
 from kvstore.core.storing import Storing
 from kvstore.core.tickets import Ticket
 from kvstore.core.tree import Tree
-from kvstore.core.tree_nodes import Copy
+from kvstore.core.tree_nodes import Copy, lands
 from tests.sim.errors import SimulationError
 from tests.sim.run import simulate
 
-SEEDS = range(700, 730)
+SEEDS = range(700, 750)
 STEPS = 250
 Patch = Callable[..., None]
 """``monkeypatch.setattr``."""
@@ -100,7 +101,7 @@ def evict_from_the_middle(patch: Patch) -> None:
 
 def publish_without_parent(patch: Patch) -> None:
     """A chunk whose bytes have landed is READY, though its parent isn't."""
-    patch(tree_module, "may_commit", lambda slot, parent: tree_module.lands(slot))
+    patch(tree_module, "may_commit", lambda slot, parent: lands(slot))
 
 
 def lease_never_expires(patch: Patch) -> None:
@@ -162,7 +163,7 @@ def blocks_back_before_the_end(patch: Patch) -> None:
 def detach_before_the_end(patch: Patch) -> None:
     """A lost session's memory is unmapped while a Move still uses it."""
 
-    def detach_if_idle(self: State, session: Any) -> None:
+    def detach_if_idle(self: State, session: Session) -> None:
         if self.engines.session(session.id) is session and session.closing:
             self.engines.remove(session)
             self.effects.append(Detach(session.id))

@@ -1,4 +1,4 @@
-"""The simulator's own seeds: a fixed set, fresh ones, and proof that it is neither idle nor blind."""
+"""The simulator's own seeds, fixed and fresh, and proof that it is neither idle nor blind."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ HAPPENS = (
     "cleared", "cancelled", "stored", "not stored", "retrieved", "not retrieved", "hit chunks",
     "hits that had to be", "store ok", "store failed", "load ok", "load failed", "read ok",
     "read failed", "read corrupt", "read foreign", "write ok", "write failed", "write no space",
-    "erase ok", "refused Store", "refused Retrieve", "refused Register", "crashes", "found at start",
-    "evictions", "host_full", "parent_missing", "session_limit", "corrupt", "key_collision",
-    "session_lost", "nvme_budget", "nvme_backlog", "scan_old_epoch", "scan_orphan",
+    "erase ok", "refused Store", "refused Retrieve", "refused Register", "crashes", "evictions",
+    "found at start", "leases that had to hold", "host_full", "parent_missing", "session_limit",
+    "corrupt", "key_collision", "session_lost", "nvme_budget", "nvme_backlog", "scan_old_epoch",
+    "scan_orphan",
 )  # fmt: skip
 """What must occur somewhere in the fixed seeds."""
 

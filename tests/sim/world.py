@@ -45,8 +45,8 @@ from tests.sim.story import Story
 from tests.sim.views import SessionView, TicketView
 
 BUGS = (
-    KVStoreError, AssertionError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
-    RuntimeError,
+    KVStoreError, AssertionError, ArithmeticError, AttributeError, LookupError, TypeError,
+    ValueError, RuntimeError,
 )  # fmt: skip
 """What a broken core may raise."""
 DISTURBING = ("corrupt", "key_collision", "read_failed", "load_failed", "cleared")
@@ -269,8 +269,8 @@ class World:
         on_reply: OnReply | None = None,
         on_end: OnEnd | None = None,
     ) -> int:
-        """Send a request; ``on_end`` is for transfers: their Completed, or None if it was refused or
-        the session ended."""
+        """Send a request; ``on_end`` is for transfers: their Completed, or None if it was refused
+        or the session ended."""
         number = next(self._ids)
         request = Request(session, number, message)
         if on_reply is not None:
@@ -310,8 +310,8 @@ class World:
         return self._counts()[0] + self._disturbances
 
     def losses(self) -> int:
-        """The same for reasons that a lease doesn't hold against: a loss, a clear, or a slab that is
-        taken for another slot size."""
+        """The same for reasons that a lease doesn't hold against: a loss, a clear, or a slab that
+        is taken for another slot size."""
         both, drops = self._counts()
         return self._disturbances + (drops if self.setting.one_size() else both)
 
@@ -332,4 +332,3 @@ def shrunk(limits: Limits, rng: random.Random) -> Limits:
     if nvme is not None and rng.random() < 0.2:
         nvme = replace(nvme, slabs=rng.randint(1, 8))
     return replace(limits, host=host, nvme=nvme)
-
