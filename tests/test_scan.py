@@ -106,6 +106,12 @@ def test_torn_payload_is_never_reported_after_a_crash(tier: NvmeTier) -> None:
     tier = crash_and_reopen(tier)
     expected = {number: number + 1 for number in range(8) if number != 5}
     assert found(tier) == expected
+    tier = crash_and_reopen(tier)
+    SlabBytes(tier.folder).poke(place(3), 40, b"\xff")
+    expected.pop(3)
+    batches: list[ScannedSlot] = []
+    tier.scan(batches.extend, threading.Event())
+    assert [slot.place for slot in batches if slot.damaged] == [place(3)]
     tier.close()
     tier.open()
     assert found(tier) == expected

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvstore.core.errors import KVStoreError
 from kvstore.core.keys import ChunkKeys
 from kvstore.core.layout import Layout
 from kvstore.memory import OwnedHostMemory, create_host_memory
@@ -137,11 +138,15 @@ class Engine:
         self._requests = 0
 
     def open(self) -> None:
-        """Create the KV memory and register it. Raises CapacityError when there is no room, and
-        what ``connect`` raises; a daemon that is away raises nothing."""
+        """Create the KV memory and register it. All or nothing: raises CapacityError when there is
+        no room, and what ``connect`` raises; a daemon that is away raises nothing."""
         self.options.validate()
         self._create_cache()
-        self._link = self._register()
+        try:
+            self._link = self._register()
+        except KVStoreError:
+            self._leave()
+            raise
 
     def close(self) -> None:
         """End open transfers, leave the daemon and let the memory go. Idempotent."""

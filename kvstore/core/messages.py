@@ -237,10 +237,12 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class ScannedSlot:
-    """One slot found at start: ``header`` is None where it holds nothing valid, so it is free."""
+    """One slot found at start: ``header`` is None where it holds nothing valid, so it is free;
+    ``damaged`` where it held something once that isn't whole."""
 
     place: Place
     header: ChunkHeader | None
+    damaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class Restoring:
         if nvme is None:
             return
         for found in slots:
+            self._state.drop(Drop.SCAN_TORN, found.damaged)
             slot = nvme.slabs.adopt(found.place)
             if slot is None:
                 self._state.drop(Drop.SCAN_ORPHAN, found.header is not None)

@@ -52,7 +52,10 @@ class SlabScan:
                     if stop.is_set():
                         return
                     place = Place(TierName.NVME, slab, index, slot_bytes)
-                    self._found(place, self._header(fd, place, block, end), report)
+                    before = self._damaged
+                    header = self._header(fd, place, block, end)
+                    damaged = self._damaged > before
+                    self._found(ScannedSlot(place, header, damaged), report)
         for _, _, slot in sorted(self._held):
             if stop.is_set():
                 return
@@ -82,13 +85,12 @@ class SlabScan:
             return None
         return header
 
-    def _found(self, place: Place, header: ChunkHeader | None, report: ScanReport) -> None:
+    def _found(self, slot: ScannedSlot, report: ScanReport) -> None:
         self._slots += 1
-        slot = ScannedSlot(place, header)
-        if header is None or not self._newest:
+        if slot.header is None or not self._newest:
             self._add(slot, report)
             return
-        entry = (header.sequence, self._slots, slot)
+        entry = (slot.header.sequence, self._slots, slot)
         if len(self._held) < self._newest:
             heapq.heappush(self._held, entry)
         else:
@@ -98,7 +100,7 @@ class SlabScan:
         """Report a slot that was held back, after a look at its payload."""
         if slot.header is not None and not self._verify(slot.place, slot.header):
             self._damaged += 1
-            slot = ScannedSlot(slot.place, None)
+            slot = ScannedSlot(slot.place, None, damaged=True)
         self._add(slot, report)
 
     def _add(self, slot: ScannedSlot, report: ScanReport) -> None:

@@ -9,8 +9,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from kvstore_transformers.engine import Engine, EngineOptions, Generation
+from kvstore_transformers.link import Session
 from kvstore_transformers.model import CausalModel
 
+from kvstore.core.errors import LayoutMismatchError
+from kvstore.core.layout import Layout
+from kvstore.memory import OwnedHostMemory
 from tests.connectors import tiny
 from tests.connectors.faulty import FaultyDaemon
 
@@ -221,6 +225,23 @@ def interrupting(forward: Callable[..., torch.Tensor], after: int) -> Callable[.
         return forward(*arguments)
 
     return interrupted
+
+
+def test_refused_registration_is_told_and_leaves_nothing_open(model: CausalModel) -> None:
+    """What the daemon refuses at registration is an error of use, which the engine's owner must
+    see; the memory made for it is gone."""
+    made: list[OwnedHostMemory] = []
+
+    def refuse(memory: OwnedHostMemory, layout: Layout) -> Session:
+        made.append(memory)
+        raise LayoutMismatchError("layout: not today")
+
+    engine = Engine(model, OPTIONS, refuse)
+    with pytest.raises(LayoutMismatchError, match="not today"):
+        engine.open()
+    with pytest.raises(ValueError, match="closed"):
+        _ = made[0].buffer
+    engine.close()
 
 
 def test_settle_waits_no_longer_than_its_deadlines(daemon: FaultyDaemon) -> None:

@@ -178,6 +178,16 @@ def test_free_slots_of_scanned_slabs_are_used_and_live_ones_are_not() -> None:
     assert engine.peek(engine.chain(4)) == 4
 
 
+def test_a_damaged_slot_is_free_and_counted() -> None:
+    """The scan saw a slot that held something once and isn't whole: nothing is lost silently."""
+    driver = Driver(limits(nvme_slots=4))
+    place = Place(NVME, 0, 0, 4096 + BLOCK_BYTES)
+    empty = Place(NVME, 0, 1, 4096 + BLOCK_BYTES)
+    driver.scanned([ScannedSlot(place, None, damaged=True), ScannedSlot(empty, None)])
+    assert driver.drops("scan_torn") == 1
+    assert driver.tier(NVME).slots_used == 0
+
+
 def test_an_empty_disk_is_an_empty_tier() -> None:
     """No slot at all: the scan ends, writes begin."""
     driver = Driver(limits(nvme_slots=4))
