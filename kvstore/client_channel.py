@@ -35,6 +35,8 @@ _SMALL_MESSAGES_BYTES_MAX = 1 << 20
 OUTGOING_BYTES_MAX = FRAME_BYTES_MAX + _SMALL_MESSAGES_BYTES_MAX
 """One large message that the socket took in part, and releases and cancels behind it."""
 _FLUSH_STEP_S = 0.005
+STEP_MAX_S = 3600.0
+"""A wait sleeps this long at a time at most: polling takes no more than some days."""
 _IN, _OUT, _GONE = select.POLLIN, select.POLLOUT, select.POLLRDHUP
 
 
@@ -59,7 +61,7 @@ class Channel:
         self.lost = False
         self.ending = False
         self.reason = ""
-        self.step_s = float("inf")
+        self.step_s = STEP_MAX_S
         self._peer = peer
         self._dispatch = dispatch
         self._on_lost = on_lost
@@ -109,7 +111,7 @@ class Channel:
                 self.drain()
                 return
             flushed = self.flush()
-            step_s = min(remaining_s, self.step_s)
+            step_s = min(self.step_s, remaining_s)
             if not self._polling:
                 self._poll(step_s, flushed)
             else:

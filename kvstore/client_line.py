@@ -67,9 +67,7 @@ class Line:
 
     def live(self) -> Link | None:
         """The link, if the daemon takes requests on it."""
-        if self._process != os.getpid():
-            self.abandon()
-        link = self._link
+        link = self.link()
         if link is not None and link.live():
             return link
         self._watcher.ensure()
@@ -82,7 +80,7 @@ class Line:
         """Put this link and those to come under another revision; tells whether the daemon said
         yes in time."""
         self._joiner.revision = revision
-        link = self._link
+        link = self.link()
         return link is not None and link.set_revision(revision, until_s)
 
     def wake(self) -> None:
@@ -94,7 +92,10 @@ class Line:
         return self.closed and self._link is None
 
     def link(self) -> Link | None:
-        """The link there is, in whatever phase."""
+        """The link there is, in whatever phase; never the parent's of a forked child, also where no
+        hook told that it was forked."""
+        if self._process != os.getpid():
+            self.abandon()
         return self._link
 
     def counts(self) -> LinkCounts:
@@ -147,7 +148,7 @@ class Line:
     def end(self) -> None:
         """Say nothing any more; the daemon answers with the end of the stream. Idempotent."""
         self.closed = True
-        link = self._link
+        link = self.link()
         if link is not None:
             link.end("the session was closed")
 
@@ -156,7 +157,7 @@ class Line:
         are still open stay so until that end comes."""
         self.end()
         self._joiner.close()
-        link = self._link
+        link = self.link()
         if link is not None:
             link.wait(End(), until_s)
             if link.channel.dispose() or (not link.open_tickets() and link.channel.close()):
@@ -173,12 +174,14 @@ class Line:
         self._retry_at_s, self._pause_s = 0.0, RETRY_FIRST_S
 
     def _connect(self) -> Link | None:
-        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        peer: socket.socket | None = None
         try:
+            peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             peer.setblocking(False)
             peer.connect(self._path)
         except OSError as error:
-            peer.close()
+            if peer is not None:
+                peer.close()
             self._note(f"no daemon at {self._path}: {error.strerror}")
             return None
         self._link = Link(peer, self._joiner.join, self._counts, self._watcher.wake)
@@ -231,7 +234,11 @@ class LineWatcher:
             return
         with self._lock:
             if self._thread is None:
-                self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                try:
+                    self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                except OSError as error:
+                    _log.warning("no descriptor is left to watch the daemon with: %s", error)
+                    return
                 self._thread = threading.Thread(
                     target=self._run, name="kvstore-client", daemon=True
                 )

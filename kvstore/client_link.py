@@ -8,6 +8,7 @@ refused transfer at once: a daemon that hangs never makes its engine wait.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from kvstore.client_channel import Channel
+from kvstore.client_channel import STEP_MAX_S, Channel
 from kvstore.client_joining import Join
 from kvstore.client_tickets import Ticket
 from kvstore.client_waiters import Answer, Until, Waiter
@@ -94,6 +95,7 @@ class Link:
         self.channel = Channel(peer, self._dispatch, self._lost, wake)
         self._join = join
         self._counts = counts
+        self._process = os.getpid()
         self._last_id = 0
         self._answers: dict[int, Answer] = {}
         self._tickets: dict[int, Ticket] = {}
@@ -180,7 +182,7 @@ class Link:
             if ready or held.ticket.settled:
                 with self.channel.condition, suppress(ValueError):
                     self._held.remove(held)
-                    self.channel.step_s = HELD_STEP_S if self._held else float("inf")
+                    self.channel.step_s = HELD_STEP_S if self._held else STEP_MAX_S
                 self.start(held.ticket, held.message)
         return bool(self._held)
 
@@ -192,6 +194,7 @@ class Link:
     def cancel(self, ticket: Ticket) -> None:
         """Ask the daemon to stop a transfer; its completion settles the ticket. One that is still
         held ends now."""
+        self._leave_parents()
         with self.channel.condition:
             if not ticket.number:
                 ticket.settle(b"", True, "")
@@ -210,11 +213,13 @@ class Link:
 
     def poll(self) -> None:
         """Take in what has come, without waiting."""
+        self._leave_parents()
         with self.channel.condition:
             self.channel.drain()
 
     def wait(self, waiter: Waiter, until_s: float) -> None:
         """Take in what comes until the waiter is settled or the link lost, at most until then."""
+        self._leave_parents()
         with self.channel.condition:
             self.channel.wait(waiter, until_s)
 
@@ -232,6 +237,12 @@ class Link:
     def open_tickets(self) -> int:
         """Transfers that haven't ended."""
         return len(self._tickets) + len(self._held)
+
+    def _leave_parents(self) -> None:
+        """A ticket's copy in a forked child leads here without its session: the link is over."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self.channel.abandon()
 
     # ------------------------------------------------------------ asking
 

@@ -376,6 +376,8 @@ class EngineServer:
     def _begin_asked(self) -> None:
         while self._asked and self._loop is not None:
             asked, work = self._asked.popleft()
+            if not asked.set_running_or_notify_cancel():
+                continue
             task = self._loop.create_task(work())
             self._tasks.add(task)
             task.add_done_callback(functools.partial(self._end_asked, asked))
@@ -392,4 +394,5 @@ class EngineServer:
         while self._asked:
             with suppress(IndexError):
                 asked, _ = self._asked.popleft()
-                asked.set_exception(SessionLostError("the daemon isn't running"))
+                if asked.set_running_or_notify_cancel():
+                    asked.set_exception(SessionLostError("the daemon isn't running"))

@@ -20,6 +20,7 @@ from kvstore import (
     SessionLostError,
     Shard,
     TensorSpan,
+    TransferOutcome,
 )
 from kvstore.core.messages import (
     Attach,
@@ -345,3 +346,19 @@ def test_sessions_are_context_managers(rig: Rig) -> None:
     with Client(rig.path) as client, client.attach("e1") as session:
         assert session.lookup("r", keys_of(1)).status is HitStatus.HIT
     eventually(lambda: rig.server.stats().sessions == ())
+
+
+@pytest.mark.parametrize("timeout_s", [1e9, float("inf")])
+def test_a_wait_may_be_as_long_as_one_likes(rig: Rig, engine: Engine, timeout_s: float) -> None:
+    """A caller that wants to wait for ever says so with a large number, and sleeps meanwhile."""
+    ticket = engine.worker.store("r", keys_of(1), BLOCKS)
+    outcomes: list[TransferOutcome | None] = []
+    waiting = threading.Thread(target=lambda: outcomes.append(ticket.wait(timeout_s)))
+    waiting.start()
+    link = engine.worker._line.link()
+    assert link is not None
+    eventually(lambda: link.channel._polling or not waiting.is_alive())
+    rig.complete([1])
+    waiting.join(DEADLINE_S)
+    assert outcomes == [ticket.outcome()]
+    assert outcomes[0] is not None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -148,6 +152,32 @@ def test_a_daemon_that_comes_later_is_joined_in_the_background() -> None:
                 assert session.wait_ready(DEADLINE_S)
                 assert session.lookup("r", keys_of(1)).status is HitStatus.HIT
                 assert session.state().reason == ""
+
+
+def test_an_engine_that_is_out_of_descriptors_joins_again_when_it_has_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The daemon is lost while the engine's process can open nothing: that is a miss, never an
+    error into the engine, and once there are descriptors again the session comes back by itself."""
+    tries: list[int] = []
+
+    def no_descriptor(*_: object) -> socket.socket:
+        tries.append(1)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    broken = SimpleNamespace(
+        socket=no_descriptor, AF_UNIX=socket.AF_UNIX, SOCK_STREAM=socket.SOCK_STREAM
+    )
+    with folder() as path, Client(str(path / "s.sock")) as client:
+        with Rig(str(path / "s.sock")):
+            session = client.attach("e1")
+            assert session.wait_ready(DEADLINE_S)
+            monkeypatch.setattr("kvstore.client_line.socket", broken)
+        eventually(lambda: len(tries) >= 3)
+        assert session.lookup("r", keys_of(1)).status is HitStatus.MISS
+        monkeypatch.undo()
+        with Rig(str(path / "s.sock")):
+            assert session.wait_ready(DEADLINE_S)
 
 
 def test_a_refusal_after_a_loss_is_logged_once_and_tried_again(

@@ -78,9 +78,12 @@ class Event:
 # ---------------------------------------------------------------- answers that don't come
 
 
-def test_a_late_answer_is_a_miss_and_belongs_to_nobody(rig: Rig) -> None:
+def test_a_late_answer_is_a_miss_and_belongs_to_nobody(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The daemon answers after the deadline: the lookup is a miss; while the answer is owed nothing
     more is asked; the late answer is thrown away by its number and asking goes on."""
+    monkeypatch.setattr("kvstore.client_link.OVERDUE_RETRY_S", float("inf"))
     rig.core.answers[Lookup] = lambda event: []
     with Engine(rig.path, lookup_timeout_s=SHORT_S) as engine:
         session = engine.scheduler
@@ -92,6 +95,18 @@ def test_a_late_answer_is_a_miss_and_belongs_to_nobody(rig: Rig) -> None:
         del rig.core.answers[Lookup]
         rig.emit(Reply(asked.session, asked.id, LookupReply(Status.HIT, 1)))
         eventually(lambda: session.lookup("r", keys_of(2)).chunks == 2)
+
+
+def test_an_answer_that_never_comes_is_not_waited_for_for_ever(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon owes an answer and has lost it: after a while it is asked again."""
+    monkeypatch.setattr("kvstore.client_link.OVERDUE_RETRY_S", 0.0)
+    rig.core.answers[Lookup] = lambda event: []
+    with Engine(rig.path, lookup_timeout_s=SHORT_S) as engine:
+        assert engine.scheduler.lookup("r", keys_of(2)).status is HitStatus.MISS
+        del rig.core.answers[Lookup]
+        assert engine.scheduler.lookup("r", keys_of(2)).chunks == 2
 
 
 def test_a_stopped_daemon_costs_one_deadline(rig: Rig) -> None:

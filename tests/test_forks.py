@@ -128,6 +128,8 @@ def work():
     client.close()
 for _ in range(30):
     finish(in_child(work))
+with client._watcher._lock, session._line.link().channel.condition:
+    finish(in_child(work))
 stop.set()
 for thread in threads:
     thread.join()
@@ -162,27 +164,39 @@ with Engine(sys.argv[1]) as engine:
 
 
 def test_a_child_made_without_pythons_hooks_finds_out_by_its_process_id(rig: Rig) -> None:
-    """A C library forks: no hook runs in the child, but the first use sees another process."""
+    """A C library forks: no hook runs in the child, but the first use of anything sees another
+    process: tickets, lookups, and the end of the session too."""
     run(
         rig,
         """
 import ctypes
-client = Client(sys.argv[1])
-session = client.attach("e1")
-assert session.lookup("parent", keys_of(2)).chunks == 2
-child = ctypes.PyDLL(None).fork()
-if child == 0:
-    code = 1
+def in_c_child(work):
+    child = ctypes.PyDLL(None).fork()
+    if child:
+        return child
     try:
-        assert session.lookup("child", keys_of(2)).status is HitStatus.MISS
-        assert session.wait_ready(DEADLINE_S)
-        assert session.lookup("child", keys_of(2)).chunks == 2
-        code = 0
-    finally:
-        os._exit(code)
-finish(child)
-assert session.lookup("parent", keys_of(2)).chunks == 2
-client.close()
+        work()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+def use():
+    assert ticket.wait(DEADLINE_S).done == (False,)
+    assert scheduler.lookup("child", keys_of(2)).status is HitStatus.MISS
+    assert scheduler.wait_ready(DEADLINE_S)
+    assert scheduler.lookup("child", keys_of(2)).chunks == 2
+with Engine(sys.argv[1]) as engine:
+    worker, scheduler = engine.worker, engine.scheduler
+    ticket = worker.store("r", keys_of(1), BLOCKS)
+    with worker._line.link().channel.condition:
+        children = [in_c_child(use), in_c_child(ticket.cancel), in_c_child(worker.close)]
+    for child in children:
+        finish(child)
+    assert not ticket.done()
+    assert worker.lookup("parent", keys_of(2)).chunks == 2
+    ticket.cancel()
+    assert ticket.wait(DEADLINE_S).cancelled
+    assert worker.state().counts.losses == 0
 """,
     )
     assert len(rig.core.requests(Attach)) == 2

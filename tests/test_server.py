@@ -114,6 +114,20 @@ def test_the_administration_waits_for_its_answer(rig: Rig) -> None:
         rig.server.call(lambda: 1).result(DEADLINE_S)
 
 
+def test_an_answer_that_nobody_waits_for_any_more_harms_nothing(rig: Rig) -> None:
+    """An administrator's deadline passes while the loop is busy: the call is dropped before it
+    begins, or answered to nobody; either way the daemon goes on."""
+    free = threading.Event()
+    busy = rig.server.call(lambda: free.wait(DEADLINE_S))
+    eventually(busy.running)
+    dropped = rig.server.call(lambda: 1)
+    assert dropped.cancel()
+    assert not busy.cancel()
+    free.set()
+    assert busy.result(DEADLINE_S)
+    assert rig.server.call(lambda: 2).result(DEADLINE_S) == 2
+
+
 def test_a_stop_drains_then_ends_every_session(memory: int) -> None:
     """While Moves run the daemon waits for them, refuses new work but takes cancels; then every
     session is detached and the socket file is gone."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -166,10 +167,16 @@ class Layout:
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names) or not all(names):
             raise LayoutMismatchError(f"layout: group names {names} must be distinct and not empty")
+        tensors = sum(len(group.tensors) for group in self.groups)
+        if tensors > TENSORS_MAX:
+            raise LayoutMismatchError(
+                f"layout: {tensors} tensors in all; valid are up to {TENSORS_MAX}"
+            )
         for group in self.groups:
             _validate_group(group)
         self._validate_chunk()
-        _validate_spans([s for g in self.groups for s in g.tensors], memory_bytes)
+        for group in self.groups:
+            _validate_spans(group, memory_bytes)
 
     def part_groups(self, part: Part) -> tuple[int, ...]:
         """Indices of the groups in a part; a model of windows only keeps everything in FULL."""
@@ -259,55 +266,64 @@ def _validate_group(group: LayerGroup) -> None:
             )
 
 
-def _validate_spans(spans: list[TensorSpan], memory_bytes: int) -> None:
+def _validate_spans(group: LayerGroup, memory_bytes: int) -> None:
     """Refuse spans outside the memory and spans that share a byte.
 
-    Spans may interleave (block-major layouts place every layer's block side by side): two of them
-    are then disjoint if, and only if, they have one stride and their blocks' places within that
-    stride don't meet.
+    Spans may interleave (block-major layouts place every layer's block side by side): those have
+    one stride, and are disjoint if, and only if, their places within that stride are. So spans
+    whose extents meet are kept by place, and a new one is compared with its two neighbours. Other
+    groups may overlay the same bytes: engines share one pool of block IDs among their groups.
     """
-    ordered = sorted(spans, key=lambda span: (span.offset_bytes, span.end_bytes()))
-    for span in ordered:
+    open_spans = _OpenSpans()
+    for span in sorted(group.tensors, key=lambda span: (span.offset_bytes, span.end_bytes())):
+        where = f"layout: group {group.name!r}"
         if span.end_bytes() > memory_bytes:
             raise LayoutMismatchError(
-                f"layout: a tensor at offset_bytes={span.offset_bytes} ends at {span.end_bytes()}, "
-                f"but the memory has {memory_bytes} bytes"
+                f"{where} has a tensor at offset_bytes={span.offset_bytes} that ends at "
+                f"{span.end_bytes()}, but the memory has {memory_bytes} bytes"
             )
-    open_spans: list[TensorSpan] = []
-    for span in ordered:
-        open_spans = [other for other in open_spans if other.end_bytes() > span.offset_bytes]
-        for other in open_spans:
-            if _overlap(other, span):
-                raise LayoutMismatchError(
-                    f"layout: tensors at offset_bytes={other.offset_bytes} and {span.offset_bytes} "
-                    "overlap; register memory that several layers share once"
-                )
-        open_spans.append(span)
+        other = open_spans.add(span)
+        if other is not None:
+            raise LayoutMismatchError(
+                f"{where} has tensors at offset_bytes={other.offset_bytes} and "
+                f"{span.offset_bytes} that overlap (or interleave with different strides); "
+                "register memory that several layers share once"
+            )
 
 
-def _overlap(first: TensorSpan, second: TensorSpan) -> bool:
-    """Whether two spans share a byte, given that ``first`` starts no later and their extents
-    meet."""
-    if first.block_stride_bytes != second.block_stride_bytes or not first.block_stride_bytes:
-        return _overlap_by_blocks(first, second)
-    stride = first.block_stride_bytes
-    shift = (second.offset_bytes - first.offset_bytes) % stride
-    meet = shift < first.block_bytes or shift + second.block_bytes > stride
-    if not meet:
-        return False
-    return _overlap_by_blocks(first, second)
+class _OpenSpans:
+    """Spans that reach beyond the one added last, by their place within their common stride."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[int, int, TensorSpan]] = []
+        self._first_end = 0
+
+    def add(self, span: TensorSpan) -> TensorSpan | None:
+        """Add the span that starts next; returns a span that it shares a byte with."""
+        start = span.offset_bytes
+        if start >= self._first_end:
+            self._places = [place for place in self._places if place[2].end_bytes() > start]
+            ends = [place[2].end_bytes() for place in self._places]
+            self._first_end = min(ends, default=span.end_bytes())
+        for _, _, other in self._places[:1]:
+            if other.num_blocks == 1 or other.block_stride_bytes != _stride(span, other):
+                return other
+        stride = max(span.block_stride_bytes, span.block_bytes)
+        if self._places:
+            stride = self._places[0][2].block_stride_bytes
+        entry = (start % stride, len(self._places), span)
+        index = bisect_left(self._places, entry[:2], key=lambda place: place[:2])
+        for neighbour in (index - 1, index % max(1, len(self._places))):
+            if self._places:
+                other = self._places[neighbour][2]
+                gap = (start - other.offset_bytes) % stride
+                if gap < other.block_bytes or gap + span.block_bytes > stride:
+                    return other
+        self._places.insert(index, entry)
+        self._first_end = min(self._first_end, span.end_bytes())
+        return None
 
 
-def _overlap_by_blocks(first: TensorSpan, second: TensorSpan) -> bool:
-    """Walk the blocks of two spans in address order and look for a shared byte."""
-    i = j = 0
-    while i < first.num_blocks and j < second.num_blocks:
-        a = first.offset_bytes + i * first.block_stride_bytes
-        b = second.offset_bytes + j * second.block_stride_bytes
-        if a < b + second.block_bytes and b < a + first.block_bytes:
-            return True
-        if a < b:
-            i += max(1, (b - a - first.block_bytes) // max(first.block_stride_bytes, 1))
-        else:
-            j += max(1, (a - b - second.block_bytes) // max(second.block_stride_bytes, 1))
-    return False
+def _stride(span: TensorSpan, other: TensorSpan) -> int:
+    """The stride of a span, which a single block takes from whatever it lies among."""
+    return other.block_stride_bytes if span.num_blocks == 1 else span.block_stride_bytes

@@ -174,6 +174,7 @@ class Driver:
         self.handed_out: list[Move] = []
         self.replies: list[Reply] = []
         self.persists: list[Persist] = []
+        self.closed: set[SessionID] = set()
         self.detached: list[SessionID] = []
         self.media = BytesModel()
         self._requests = 0
@@ -184,6 +185,8 @@ class Driver:
     def event(self, event: Event) -> list[Reply]:
         """Let the core handle an event; returns the replies that it led to."""
         self.now += 0.001
+        if isinstance(event, SessionClosed):
+            self.closed.add(event.session)
         before = len(self.replies)
         effects = self.service.handle(event, self.now)
         self.service.check_invariants()
@@ -193,7 +196,7 @@ class Driver:
                 self.moves.append(effect)
                 self.handed_out.append(effect)
             elif isinstance(effect, Reply):
-                assert effect.session not in self.detached, f"{effect} after its Detach"
+                assert effect.session not in self.closed, f"{effect} to a session that is lost"
                 self.replies.append(effect)
             elif isinstance(effect, Detach):
                 self._detach(effect.session)

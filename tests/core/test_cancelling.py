@@ -268,3 +268,20 @@ def test_a_session_cannot_cancel_anothers_transfer() -> None:
     other.cancel(number)
     driver.run()
     assert driver.completed(engine.workers[0], number).done == b"\1"
+
+
+def test_cancel_of_a_store_that_joined_and_runs_waits_for_its_own_move_only() -> None:
+    """Chunk 0 is another session's, chunk 1 its own and running. Cancelled; the other session's
+    chunk commits; still the blocks aren't the engine's until its own Move has ended."""
+    driver, engine = ready()
+    other = driver.engine("e2")
+    keys = engine.chain(2)
+    other.store(keys[:1])
+    number = engine.store(keys)
+    theirs, own = driver.moves
+    engine.cancel(number)
+    driver.end(theirs)
+    assert driver.is_open(engine.workers[0], number)
+    driver.end(own)
+    assert driver.completed(engine.workers[0], number).done == b"\0\0"
+    assert engine.peek(keys) == 1

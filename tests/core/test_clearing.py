@@ -134,9 +134,10 @@ def test_a_write_in_flight_leaves_nothing_on_nvme() -> None:
 
 
 def test_the_backlog_of_a_cleared_namespace_is_not_written() -> None:
-    """Three chunks wait for their write when the clear comes: no WRITE of them goes out."""
+    """Three prompts wait for their write when the clear comes: no WRITE of them goes out."""
     driver, engine = ready(write_depth=1)
-    engine.store(engine.chain(4))
+    for seed in range(4):
+        engine.store(engine.chain(1, seed))
     driver.run(MoveKind.STORE)
     driver.clear()
     driver.run()
@@ -161,6 +162,25 @@ def test_a_retrieve_in_flight_ends_and_is_not_promoted() -> None:
     assert not driver.is_open(engine.workers[0], number)
     assert engine.peek(keys) == 0
     assert (driver.tier().slots_used, driver.tier(NVME).slots_used) == (0, 0)
+
+
+def test_a_queued_read_of_what_was_cleared_is_not_promoted_into_the_next_epoch() -> None:
+    """Field case 12: the second READ is still queued when the clear comes: its bytes must not
+    reappear under the new epoch."""
+    driver, engine = ready(read_depth=1)
+    keys = engine.chain(2)
+    engine.put(keys)
+    for seed in range(4):
+        engine.put(engine.chain(1, 1 + seed))
+    engine.retrieve(keys)
+    engine.retrieve(engine.chain(1, 1), request="b")
+    assert len(driver.moves) == 1
+    driver.clear()
+    driver.run()
+    for _ in range(3):
+        driver.tick()
+    assert engine.peek(keys) == engine.peek(engine.chain(1, 1)) == 0
+    assert driver.tier().chunks == driver.tier(NVME).chunks == 0
 
 
 def test_a_retrieve_after_the_clear_gets_nothing_though_nothing_is_swept() -> None:

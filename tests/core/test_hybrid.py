@@ -198,6 +198,21 @@ def test_a_failed_read_of_a_window_part_steps_the_lease_down() -> None:
     assert engine.lookup(engine.chain(4)) == 2
 
 
+def test_a_failed_load_steps_a_lease_down_to_a_hit_that_has_its_windows() -> None:
+    """Four were promised, the LOAD of chunk 3's window part fails: three would need the window part
+    of chunk 2, which was never stored; so the answer is 2."""
+    driver, engine = ready()
+    put(engine, 2, kept=1)
+    engine.store(engine.chain(4)[2:], window=NULL + block_ids(1))
+    driver.run()
+    assert engine.lookup(engine.chain(4)) == 4
+    engine.retrieve(engine.chain(4), window=slid(4, 1))
+    while driver.moves:
+        bad = driver.moves[0].header.part is Part.WINDOW
+        driver.end(driver.moves[0], MoveStatus.FAILED if bad else MoveStatus.OK)
+    assert engine.lookup(engine.chain(4)) == 2
+
+
 # ---------------------------------------------------------------- keeping
 
 

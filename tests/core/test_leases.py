@@ -363,3 +363,21 @@ def test_a_registration_under_the_same_name_begins_without_leases() -> None:
     driver.ask(session, Register("e1", "t1", namespace, engine.layout, Shard()))
     assert driver.stats().leases == 0
     assert engine.lookup(keys) == 1
+
+
+def test_a_retrieve_that_misses_cuts_its_own_lease() -> None:
+    """Requests "a" and "b" were promised three chunks. "a" finds chunk 1 bad; "b", whose pinned
+    chunk lies below and isn't swept yet, retrieves in vain, and is told 1 from then on."""
+    driver = Driver(limits(nvme_slots=8))
+    driver.scanned()
+    engine = driver.engine()
+    keys = engine.chain(3)
+    engine.put(keys)
+    for seed in range(4):
+        engine.put(engine.chain(1, 9 + seed))
+    assert engine.lookup(keys, "a") == engine.lookup(keys, "b") == 3
+    engine.retrieve(keys[:2], request="a")
+    driver.end(next(m for m in driver.moves if m.header.key == keys[1]), MoveStatus.CORRUPT)
+    driver.run()
+    assert engine.get(keys, request="b") == b"\1\0\0"
+    assert engine.lookup(keys, "b") == 1

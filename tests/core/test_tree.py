@@ -165,6 +165,25 @@ def test_reserve_without_what_it_hangs_on_is_refused(name: str, part: Part) -> N
     assert forest.copy("a").first_child is None
 
 
+def test_a_window_part_of_a_shard_needs_that_shards_full_part() -> None:
+    """Rank 0 has stored "a"; rank 1's window part alone is refused."""
+    forest = Forest(shards=2)
+    forest.land(forest.reserve("a", 0))
+    assert forest.try_reserve("a", 1, Part.WINDOW) is Drop.PARENT_MISSING
+    assert forest.used() == 1
+
+
+def test_reserve_below_a_hidden_chunk_is_refused() -> None:
+    """Chunk "a" is doomed and "abc" not swept yet: its new child would be acknowledged and swept
+    with it."""
+    forest = Forest(slots=8)
+    forest.put("a", "ab", "abc")
+    forest.tree.doom(forest.copy("a"))
+    assert forest.try_reserve("abcd") is Drop.PARENT_MISSING
+    assert forest.sweep_all() == 2
+    assert forest.used() == 0
+
+
 def test_reserve_below_a_parent_without_this_shard_is_refused() -> None:
     """Rank 1 hasn't stored "a": its "ab" would break the order of its shard."""
     forest = Forest(shards=2)
@@ -317,6 +336,22 @@ def test_a_landed_child_of_a_doomed_parent_fails_with_the_sweep() -> None:
     assert ticket.ended()
     assert ticket.failed[0]
     assert forest.used() == 0
+
+
+def test_a_child_does_not_commit_because_its_dead_parents_slot_is_ready_again() -> None:
+    """Chunk "a" is doomed, its slot is another chunk's by now, READY; the Moved of "ab" must not
+    take that for its parent."""
+    forest = Forest(slots=2)
+    forest.put("a")
+    slot = forest.copy("a").slot(Part.FULL, 0)
+    ab = forest.reserve("ab")
+    forest.tree.doom(forest.copy("a"))
+    x = forest.reserve("x")
+    assert x is slot
+    forest.land(x)
+    forest.land(ab)
+    assert state_of(ab) is not SlotState.READY
+    assert forest.run("ab") == 0
 
 
 def test_full_tier_makes_room_from_hidden_chunks_before_it_evicts() -> None:

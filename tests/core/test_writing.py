@@ -258,6 +258,24 @@ def test_a_namespace_that_cannot_be_made_durable_drops_its_writes_and_is_tried_a
     assert driver.tier(NVME).chunks == 2
 
 
+def test_a_persist_makes_only_the_namespaces_durable_that_it_carries() -> None:
+    """Namespace 2 came after the first Persist was made: the first one's end doesn't let its chunks
+    out, the second one's does."""
+    driver = Driver(limits(nvme_slots=8))
+    driver.scanned()
+    driver.durable = False
+    driver.engine()
+    second = driver.engine("e2", tenant="t2")
+    one, two = driver.persists
+    assert len(one.spaces) == 1
+    driver.event(Persisted(one.number))
+    second.put(second.chain(1))
+    assert not writes(driver)
+    driver.event(Persisted(two.number))
+    assert len(writes(driver)) == 1
+    driver.run()
+
+
 def test_without_nvme_nothing_is_written() -> None:
     """No tier, no backlog, no drops."""
     driver = Driver(limits())

@@ -34,11 +34,14 @@ def check_inside(service: Service, sessions: Iterable[SessionView]) -> None:
         for space in state.spaces.all():
             for copy in space.index[tree.tier]:
                 _check_candidate(tree, copy)
+                _check_places(tree, copy)
 
 
 def _check_room(tree: Tree) -> None:
     """Each slot of a cut slab is in use, in the free list, or still to be made."""
     for slab in tree.slabs.cuts():
+        if slab.used() and slab.number in tree.slabs._empty:
+            raise SimulationError(f"{tree.tier.value}: slab {slab.number} counts as empty")
         if slab.retired:
             continue
         known = len(slab.slots) + slab.capacity - slab.fresh
@@ -46,6 +49,14 @@ def _check_room(tree: Tree) -> None:
             raise SimulationError(
                 f"{tree.tier.value}: slab {slab.number} of {slab.capacity} slots knows {known}"
             )
+
+
+def _check_places(tree: Tree, copy: Copy) -> None:
+    """A copy's slots are those that its slabs list."""
+    for slot in copy.slots():
+        slab = tree.slabs._slabs.get(slot.place.slab)
+        if slab is None or slab.slots.get(slot.place.index) is not slot:
+            raise SimulationError(f"{copy}: {slot} isn't its slab's")
 
 
 def _check_candidate(tree: Tree, copy: Copy) -> None:

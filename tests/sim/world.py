@@ -13,6 +13,7 @@ from kvstore.core.layout import Part
 from kvstore.core.limits import Limits
 from kvstore.core.messages import (
     ADMIN,
+    Cancel,
     Clear,
     Completed,
     Detach,
@@ -284,6 +285,8 @@ class World:
         else:
             self.model.request(request, self)
         self.deliver(request)
+        if isinstance(message, Cancel):
+            self._check_cancelled(session, message.transfer)
         return number
 
     def clear(self, tenant: str | None, model: str | None) -> None:
@@ -297,6 +300,15 @@ class World:
         for name in [name for name in self._on_reply if name[0] == session]:
             del self._on_reply[name]
         self.deliver(SessionClosed(session))
+        idle = all(running.move.session != session for running in self.hands.running.values())
+        if idle and session not in self.model.detached:
+            raise SimulationError(f"s{session} isn't detached, though no Move uses its memory")
+
+    def _check_cancelled(self, session: SessionID, transfer: int) -> None:
+        """A cancel is acknowledged at once, unless a Move still uses the blocks."""
+        ticket = self.model.tickets.get((session, transfer))
+        if ticket is not None and self.hands.using(session, set(ticket.blocks())) is None:
+            raise SimulationError(f"s{session} #{transfer} was cancelled, but isn't completed")
 
     def returned(self, ticket: TicketView) -> None:
         """A ticket's blocks are the engine's again, which overwrites them at once."""

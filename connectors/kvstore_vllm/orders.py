@@ -1,0 +1,63 @@
+"""What travels between the connector's two sides with each step: orders down, a report up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvstore import ChunkKeys
+
+GroupIDs = tuple[tuple[int | None, ...], ...]
+"""Per group of the layout, block IDs in token order; None where there is no block to touch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Have chunks written into a request's blocks, which are the daemon's until it is done."""
+
+    request: str
+    keys: ChunkKeys
+    blocks: GroupIDs
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Have chunks read from blocks that the scheduler holds until every rank has reported
+    ``number``."""
+
+    number: int
+    request: str
+    keys: ChunkKeys
+    blocks: GroupIDs
+
+
+@dataclass
+class Orders(KVConnectorMetadata):
+    """One step's orders. ``lost`` are requests whose load couldn't be ordered and must be reported
+    as failed. ``idle``: the step computes nothing, so the worker may wait a moment."""
+
+    loads: tuple[Load, ...] = ()
+    stores: tuple[Store, ...] = ()
+    lost: tuple[str, ...] = ()
+    idle: bool = False
+
+
+@dataclass
+class Report(KVConnectorWorkerMetadata):
+    """What ended in a step: stores, with the number of ranks that say so, and the requests whose
+    load failed."""
+
+    ended: dict[int, int] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
+        """Add another rank's report."""
+        assert isinstance(other, Report)
+        ended = dict(self.ended)
+        for number, ranks in other.ended.items():
+            ended[number] = ended.get(number, 0) + ranks
+        return Report(ended, self.failed | other.failed)

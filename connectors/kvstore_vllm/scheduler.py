@@ -1,0 +1,278 @@
+"""SchedulerSide: what is loaded and stored, decided in vLLM's scheduler.
+
+**Hits.** A lookup asks for whole chunks of all tokens but the last, so that vLLM always has one to
+compute and every group's blocks end where the hit does. vLLM is told what lies beyond its own
+prefix cache, and loads it asynchronously. A request whose load failed is computed; it isn't looked
+up again.
+
+**Stores.** When a step completes a chunk, its blocks are read by the daemon after that step. Until
+every rank has reported the end of that store, the blocks have one more reference in vLLM's own
+block pool. So neither the end of the request, nor preemption, nor a window that slides on can hand
+them to somebody else, and nothing ever has to wait for the daemon: a stopped one merely keeps them,
+up to ``held_blocks_max`` of all blocks. (Rejected: vLLM's delayed freeing, which covers the end of
+a request only, and flushing before blocks are reused, which would stop the engine with the daemon.)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from kvstore import HitStatus, LayoutMismatchError, SchedulerSession
+from kvstore_vllm.adapters import AdapterDigests
+from kvstore_vllm.config import Settings
+from kvstore_vllm.layout import GroupShape
+from kvstore_vllm.metrics import Counts
+from kvstore_vllm.orders import GroupIDs, Load, Orders, Report, Store
+from kvstore_vllm.requests import Tracked, prepare, track
+
+_log = logging.getLogger("vllm.kvstore")
+
+
+@dataclass(slots=True)
+class _Held:
+    """Blocks of a store in flight, and how many ranks haven't reported its end."""
+
+    blocks: list[KVCacheBlock]
+    ranks: int
+
+
+class SchedulerSide:
+    """The scheduler's half. One thread uses it, vLLM's engine loop; the only wait is a lookup's
+    round trip, which the client bounds."""
+
+    def __init__(
+        self,
+        session: SchedulerSession,
+        settings: Settings,
+        groups: tuple[GroupShape, ...],
+        chunk: int,
+        ranks: int,
+    ) -> None:
+        self.counts = Counts()
+        self._session = session
+        self._settings = settings
+        self._groups = groups
+        self._chunk = chunk
+        self._ranks = ranks
+        self._cache: KVCacheManager | None = None
+        self._adapters = AdapterDigests()
+        self._requests: dict[str, Tracked] = {}
+        self._wanted: dict[str, Load | None] = {}
+        self._held: dict[int, _Held] = {}
+        self._held_blocks = 0
+        self._numbers = count(1)
+
+    def bind(self, cache: KVCacheManager) -> None:
+        """vLLM's cache manager, which knows each request's blocks."""
+        self._cache = cache
+
+    def start(self, request: Request) -> None:
+        """A request has come."""
+        tracked = track(request, self._settings.read, self._settings.write)
+        if tracked is not None:
+            self._requests[request.request_id] = tracked
+
+    def offer(self, request: Request, computed: int) -> int | None:
+        """Tokens that can be loaded beyond the first ``computed``; None: ask again. Takes or renews
+        the request's lease."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            return 0
+        tracked.offer = None
+        chunks = (request.num_tokens - 1) // self._chunk
+        least = max(1, self._settings.min_hit_tokens)
+        if not tracked.reads or tracked.failed or chunks * self._chunk - computed < least:
+            return 0
+        if not prepare(tracked, self._session, self._adapters):
+            return 0
+        keys = tracked.keys()
+        if keys is None or keys.tokens_per_chunk != self._chunk:
+            return 0
+        started_s = time.monotonic()
+        found = self._session.lookup(request.request_id, keys[:chunks])
+        self.counts.add("lookups", 1)
+        self.counts.add("lookup_seconds", time.monotonic() - started_s)
+        if found.status is HitStatus.PENDING:
+            return None
+        tracked.leased = found.status is HitStatus.HIT
+        tracked.stored = found.chunks
+        gain = found.chunks * self._chunk - computed
+        if gain < least:
+            self._release(tracked)
+            return 0
+        tracked.offer, tracked.offered_from = keys[: found.chunks], computed
+        self.counts.add("hits", 1)
+        self.counts.add("hit_tokens", gain)
+        return gain
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
+        """vLLM has blocks for the request, and waits for ``tokens`` to be loaded into them."""
+        name = request.request_id
+        tracked = self._requests.get(name)
+        if tokens:
+            self._wanted[name] = None
+            if tracked is None or tracked.offer is None:
+                raise LayoutMismatchError(f"vLLM waits for {tokens} tokens that weren't offered")
+            end = tracked.offered_from + tokens
+            first, last = tracked.offered_from // self._chunk, -(-end // self._chunk)
+            ids = self._load_ids(blocks, (first, last), tracked.offered_from, end)
+            self._wanted[name] = Load(name, tracked.offer[first:last], ids)
+        elif tracked is not None:
+            self._release(tracked)
+
+    def orders(self, output: SchedulerOutput) -> Orders:
+        """This step's orders for the workers. What was wanted is ordered, or given up, once."""
+        wanted, self._wanted = self._wanted, {}
+        loads = tuple(load for load in wanted.values() if load is not None)
+        lost = tuple(name for name, load in wanted.items() if load is None)
+        stores: list[Store] = []
+        for name, scheduled in output.num_scheduled_tokens.items():
+            tracked = self._requests.get(name)
+            if tracked is not None and tracked.writes:
+                store = self._plan_store(tracked, scheduled)
+                if store is not None:
+                    stores.append(store)
+        return Orders(loads, tuple(stores), lost, idle=not output.num_scheduled_tokens)
+
+    def given_up(self) -> Orders:
+        """Orders for when ``orders`` failed: all that vLLM waits for is lost, so it goes on."""
+        wanted, self._wanted = self._wanted, {}
+        return Orders(lost=tuple(wanted))
+
+    def ended(self, output: KVConnectorOutput) -> None:
+        """The workers' results of a step."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, Report):
+            for number, ranks in report.ended.items():
+                self._let_go(number, ranks)
+            for name in report.failed:
+                tracked = self._requests.get(name)
+                if tracked is not None:
+                    tracked.failed, tracked.stored = True, 0
+        for name in output.finished_recving or ():
+            tracked = self._requests.get(name)
+            if tracked is not None:
+                self._release(tracked)
+
+    def finish(self, request: Request) -> None:
+        """The request has ended, in whatever way."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is not None:
+            self._release(tracked)
+
+    def busy(self) -> bool:
+        """Whether stores are in flight, whose ends only further steps bring."""
+        return bool(self._held)
+
+    def close(self) -> None:
+        """End the thread that reads adapters; the session is the client's."""
+        self._adapters.close()
+
+    # ------------------------------------------------------------ private
+
+    def _release(self, tracked: Tracked) -> None:
+        tracked.offer = None
+        if tracked.leased:
+            tracked.leased = False
+            self._session.release(tracked.request.request_id)
+
+    def _load_ids(
+        self, blocks: KVCacheBlocks, chunks: tuple[int, int], start: int, end: int
+    ) -> GroupIDs:
+        """Block IDs of chunks [first, last): those that hold tokens of [start, end), which are this
+        request's alone; None for the others, and in window groups for what has slid out."""
+        found = []
+        for group, own in zip(self._groups, blocks.blocks, strict=True):
+            size = group.tokens_per_block
+            from_token = start if group.window is None else max(start, end - group.window + 1)
+            ids: list[int | None] = []
+            for place in range(chunks[0] * self._chunk // size, chunks[1] * self._chunk // size):
+                needed = (place + 1) * size > from_token and place * size < end
+                block = own[place] if needed and place < len(own) else None
+                real = block is not None and not block.is_null
+                if needed and not real and group.window is None:
+                    raise LayoutMismatchError(f"vLLM has no block {place} in group {group.name}")
+                ids.append(block.block_id if block is not None and real else None)
+            found.append(tuple(ids))
+        return tuple(found)
+
+    def _plan_store(self, tracked: Tracked, scheduled: int) -> Store | None:
+        """A store of the chunks that this step completes, and the blocks held for it."""
+        request = tracked.request
+        tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
+        if not self._settings.store_decoded:
+            tokens = min(tokens, request.num_prompt_tokens)
+        first, last = tracked.stored, tokens // self._chunk
+        if last <= first or self._cache is None:
+            return None
+        if not prepare(tracked, self._session, self._adapters):
+            return None
+        keys = tracked.keys()
+        if keys is None or keys.tokens_per_chunk != self._chunk or len(keys) < last:
+            return None
+        blocks = self._cache.get_blocks(request.request_id).blocks
+        last = self._affordable(blocks, first, last)
+        cut = self._store_blocks(blocks, first, last) if last > first else None
+        if cut is None:
+            self.counts.add("stores_put_off", 1)
+            return None
+        number = next(self._numbers)
+        held = [block for group in cut for block in group if block is not None]
+        self._pool().touch(held)
+        self._held[number] = _Held(held, self._ranks)
+        self._held_blocks += len(held)
+        tracked.stored = last
+        self.counts.add("stores", 1)
+        ids = tuple(
+            tuple(None if block is None else block.block_id for block in group) for group in cut
+        )
+        return Store(number, request.request_id, keys[first:last], ids)
+
+    def _affordable(self, blocks: Sequence[Sequence[KVCacheBlock]], first: int, last: int) -> int:
+        """Up to which chunk the blocks may be held, as many are already."""
+        share = int(self._settings.held_blocks_max * self._pool().num_gpu_blocks)
+        per_chunk = sum(self._chunk // group.tokens_per_block for group in self._groups)
+        return min(last, first + max(0, share - self._held_blocks) // per_chunk)
+
+    def _store_blocks(
+        self, blocks: Sequence[Sequence[KVCacheBlock]], first: int, last: int
+    ) -> list[list[KVCacheBlock | None]] | None:
+        """Blocks of chunks [first, last) of each group; None for those that have slid out of a
+        window. None as a whole where a full group lacks one."""
+        found = []
+        for group, own in zip(self._groups, blocks, strict=True):
+            per_chunk = self._chunk // group.tokens_per_block
+            cut = list(own[first * per_chunk : last * per_chunk])
+            real = [None if block.is_null else block for block in cut]
+            if len(cut) < (last - first) * per_chunk:
+                return None
+            if group.window is None and None in real:
+                return None
+            found.append(real)
+        return found
+
+    def _let_go(self, number: int, ranks: int) -> None:
+        """Ranks have ended a store: with the last one its blocks are vLLM's alone again."""
+        held = self._held.get(number)
+        if held is None:
+            return
+        held.ranks -= ranks
+        if held.ranks <= 0:
+            del self._held[number]
+            self._held_blocks -= len(held.blocks)
+            self._pool().free_blocks(reversed(held.blocks))
+
+    def _pool(self) -> BlockPool:
+        assert self._cache is not None
+        return self._cache.block_pool

@@ -1,0 +1,260 @@
+"""WorkerSide: one rank's registered memory, and the transfers under way in it.
+
+It carries out the scheduler's orders and reports each one exactly once, when its blocks have come
+back: with the transfer's outcome, with the acknowledgement of its cancel, or with the end of the
+connection. A deadline only ever asks for a cancel.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvstore import Client, KVStoreError, LayoutMismatchError, Shard, Ticket, WorkerSession
+from kvstore_vllm.allocation import SharedAllocation
+from kvstore_vllm.config import Settings
+from kvstore_vllm.identity import namespace_of
+from kvstore_vllm.layout import describe, group_shapes, tokens_per_chunk
+from kvstore_vllm.metrics import Counts
+from kvstore_vllm.orders import GroupIDs, Load, Orders, Report, Store
+
+IDLE_WAIT_S = 0.005
+"""How long a step without anything to compute waits for a transfer, so that the engine's loop
+doesn't spin; a new request waits for that long at most."""
+_log = logging.getLogger("vllm.kvstore")
+
+
+@dataclass(slots=True)
+class _Open:
+    """A transfer that hasn't ended, and when it is asked to stop."""
+
+    ticket: Ticket
+    order: Load | Store
+    started_s: float
+    deadline_s: float
+    cancelled: bool = False
+
+
+class WorkerSide:
+    """The worker's half. One thread uses it, vLLM's worker loop; it never waits for the daemon for
+    longer than IDLE_WAIT_S but in ``register`` and ``close``."""
+
+    def __init__(self, config: VllmConfig, kv_config: KVCacheConfig, settings: Settings) -> None:
+        self.counts = Counts()
+        self._config = config
+        self._kv_config = kv_config
+        self._settings = settings
+        self._allocation = SharedAllocation("vllm-kv")
+        self._client: Client | None = None
+        self._session: WorkerSession | None = None
+        self._names: tuple[str, ...] = ()
+        self._orders = Orders()
+        self._loads: dict[str, _Open] = {}
+        self._stores: dict[int, _Open] = {}
+        self._ended: list[int] = []
+        self._failed: set[str] = set()
+        self._failed_now: set[str] = set()
+        self._failed_blocks: set[int] = set()
+
+    def allocation(self) -> SharedAllocation:
+        """The context in which vLLM allocates its KV cache."""
+        return self._allocation
+
+    def register(self, views: Mapping[str, torch.Tensor]) -> None:
+        """Register the KV memory with the daemon; refused, it says why once, and the engine runs on
+        without the cache."""
+        try:
+            self._session = self._register(views)
+        except KVStoreError as error:
+            _log.warning("kvstore: the KV cache isn't registered, so nothing is reused: %s", error)
+
+    def begin(self, orders: Orders) -> None:
+        """Take one step's orders."""
+        self._orders = orders
+
+    def start_loads(self, guarded: Callable[..., object]) -> None:
+        """Ask for this step's loads; one that can't be asked for is reported as failed."""
+        for load in self._orders.loads:
+            if guarded("retrieve", lambda load=load: self._load(load), None) is None:
+                self._failed_now.add(load.request)
+        self._failed_now.update(self._orders.lost)
+
+    def start_stores(self, guarded: Callable[..., object]) -> None:
+        """Ask for this step's stores: what they read was computed in this step or before."""
+        for store in self._orders.stores:
+            if guarded("store", lambda store=store: self._store(store), None) is None:
+                self._ended.append(store.number)
+
+    def end(self) -> None:
+        """The step is over."""
+        self._orders = Orders()
+
+    def results(self) -> KVConnectorTransferResults:
+        """What has ended: each load once."""
+        if self._orders.idle:
+            self._wait_a_moment()
+        now_s = time.monotonic()
+        results = KVConnectorTransferResults(failed_recving=set(), finished_recving=set())
+        for request in self._failed_now:
+            self._fail(request, results)
+        self._failed_now.clear()
+        for request, load in list(self._loads.items()):
+            if self._is_over(load, now_s):
+                del self._loads[request]
+                self._finish_load(request, load, results, now_s)
+        for number, store in list(self._stores.items()):
+            if self._is_over(store, now_s):
+                del self._stores[number]
+                self._ended.append(number)
+                outcome = store.ticket.outcome()
+                done = sum(outcome.done) if outcome is not None else 0
+                self.counts.add("stored_chunks", done)
+                self.counts.add("dropped_chunks", store.ticket.chunks - done)
+        return results
+
+    def failed_blocks(self) -> set[int]:
+        """Blocks that a load didn't fill, since the last call."""
+        found, self._failed_blocks = self._failed_blocks, set()
+        return found
+
+    def report(self) -> Report | None:
+        """What the scheduler's side must know of this step; None where nothing ended."""
+        if not self._ended and not self._failed:
+            return None
+        report = Report(dict.fromkeys(self._ended, 1), self._failed)
+        self._ended, self._failed = [], set()
+        return report
+
+    def close(self) -> None:
+        """Leave the daemon; waits for it two seconds at most."""
+        if self._client is not None:
+            self._client.close()
+
+    # ------------------------------------------------------------ private
+
+    def _register(self, views: Mapping[str, torch.Tensor]) -> WorkerSession:
+        memory = self._allocation.memory
+        if memory is None:
+            raise LayoutMismatchError(self._allocation.reason)
+        parallel = self._config.parallel_config
+        if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+            raise LayoutMismatchError("layout: context parallelism isn't supported")
+        shapes = group_shapes(self._kv_config)
+        chunk = tokens_per_chunk(shapes, self._settings.tokens_per_chunk)
+        layout = describe(self._kv_config, views, self._allocation.base, chunk)
+        namespace = namespace_of(self._config, layout.dtype, self._settings.revision)
+        self._names = tuple(shape.name for shape in shapes)
+        self._client = Client(
+            self._settings.socket,
+            credential=self._settings.credential,
+            lookup_timeout_s=self._settings.lookup_timeout_s,
+        )
+        session = self._client.register(
+            engine_id=engine_id(self._config),
+            namespace=namespace,
+            layout=layout,
+            memory=memory.describe(),
+            shard=shard_of(self._config, self._kv_config),
+        )
+        _log.info(
+            "kvstore: registered %d bytes, %d tokens a chunk, as %s",
+            memory.nbytes, chunk, namespace.format,
+        )  # fmt: skip
+        return session
+
+    def _load(self, load: Load) -> Ticket | None:
+        if self._session is None:
+            return None
+        blocks = self._named(load.blocks)
+        ticket = self._session.retrieve(load.request, load.keys, blocks)
+        self._loads[load.request] = self._open(ticket, load, self._settings.load_timeout_s)
+        return ticket
+
+    def _store(self, store: Store) -> Ticket | None:
+        if self._session is None:
+            return None
+        blocks = self._named(store.blocks)
+        ticket = self._session.store(store.request, store.keys, blocks)
+        self._stores[store.number] = self._open(ticket, store, self._settings.store_timeout_s)
+        return ticket
+
+    def _named(self, blocks: GroupIDs) -> dict[str, tuple[int | None, ...]]:
+        return dict(zip(self._names, blocks, strict=True))
+
+    def _open(self, ticket: Ticket, order: Load | Store, timeout_s: float) -> _Open:
+        now_s = time.monotonic()
+        return _Open(ticket, order, now_s, now_s + timeout_s)
+
+    def _wait_a_moment(self) -> None:
+        """Wait for the oldest load, or else store; asks for nothing."""
+        waiting = next(iter(self._loads.values()), None) or next(iter(self._stores.values()), None)
+        if waiting is not None and not self._failed_now:
+            waiting.ticket.wait(IDLE_WAIT_S)
+
+    def _is_over(self, transfer: _Open, now_s: float) -> bool:
+        """Whether the blocks have come back; past the deadline it is asked to stop, once."""
+        if transfer.ticket.done():
+            return True
+        if now_s >= transfer.deadline_s and not transfer.cancelled:
+            transfer.cancelled = True
+            self.counts.add("transfers_overdue", 1)
+            transfer.ticket.cancel()
+        return False
+
+    def _finish_load(
+        self, request: str, load: _Open, results: KVConnectorTransferResults, now_s: float
+    ) -> None:
+        outcome = load.ticket.outcome()
+        self.counts.add("load_seconds", now_s - load.started_s)
+        self.counts.add("loads", 1)
+        if outcome is not None and all(outcome.done):
+            self.counts.add("loaded_chunks", load.ticket.chunks)
+            results.finished_recving.add(request)
+            return
+        self.counts.add("loaded_chunks", 0 if outcome is None else outcome.leading_chunks)
+        failed = {} if outcome is None else outcome.failed_blocks
+        if outcome is not None and outcome.reason:
+            _log.warning("kvstore: a load of %s failed: %s", request, outcome.reason)
+        if len(self._names) == 1 and failed:
+            self._failed_blocks.update(failed[self._names[0]])
+            self._failed.add(request)
+            self.counts.add("load_failures", 1)
+            results.finished_recving.add(request)
+        else:
+            self._fail(request, results)
+
+    def _fail(self, request: str, results: KVConnectorTransferResults) -> None:
+        """Report a load as failed as a whole: vLLM computes all of the request."""
+        self._failed.add(request)
+        self.counts.add("load_failures", 1)
+        results.failed_recving.add(request)
+        results.finished_recving.add(request)
+
+
+def engine_id(config: VllmConfig) -> str:
+    """The name under which all processes of this engine meet at the daemon."""
+    transfer = config.kv_transfer_config
+    if transfer is None or not transfer.engine_id:
+        raise LayoutMismatchError("kv_transfer_config: there is no engine_id")
+    return str(transfer.engine_id)
+
+
+def shard_of(config: VllmConfig, kv_config: KVCacheConfig) -> Shard:
+    """This process's place among the engine's ranks."""
+    parallel = config.parallel_config
+    return Shard(
+        tp_rank=get_tp_group().rank_in_group,
+        tp_size=parallel.tensor_parallel_size,
+        pp_rank=get_pp_group().rank_in_group,
+        pp_size=parallel.pipeline_parallel_size,
+        replicas=kv_config.kv_tp_replicas,
+        nodes=parallel.nnodes,
+    )
