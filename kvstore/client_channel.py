@@ -31,9 +31,11 @@ from kvstore.wire import (
     read_daemon_message,
 )
 
+WAITING_BYTES_MAX = 1 << 20
+"""A burst of transfers, beyond what the socket holds; where more waits the daemon isn't reading."""
 _SMALL_MESSAGES_BYTES_MAX = 1 << 20
-OUTGOING_BYTES_MAX = FRAME_BYTES_MAX + _SMALL_MESSAGES_BYTES_MAX
-"""One large message that the socket took in part, and releases and cancels behind it."""
+OUTGOING_BYTES_MAX = WAITING_BYTES_MAX + FRAME_BYTES_MAX + _SMALL_MESSAGES_BYTES_MAX
+"""What may wait, the message that goes beyond that, and releases and cancels behind it."""
 _FLUSH_STEP_S = 0.005
 STEP_MAX_S = 3600.0
 """A wait sleeps this long at a time at most: polling takes no more than some days."""
@@ -94,6 +96,11 @@ class Channel:
             except OSError:
                 self._broken()
         return True
+
+    def full(self) -> bool:
+        """Whether so much waits to be sent that nothing is to be added; with the lock."""
+        self.flush()
+        return self._writer.pending_bytes > WAITING_BYTES_MAX
 
     def drain(self) -> None:
         """Take in what has come, unless another thread is about to; with the lock."""

@@ -250,8 +250,8 @@ class Link:
         """Whether work may be sent now; takes in what has come where that may change it."""
         if self.phase is Phase.LIVE and not self.namespace:
             self.channel.drain()
-        flushed = self.channel.flush()
-        return flushed and bool(self.namespace) and self.live()
+        full = self.channel.full()
+        return not full and bool(self.namespace) and self.live()
 
     def _why_not(self) -> str:
         if not self.live():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import gc
 import logging
 import os
@@ -137,13 +138,14 @@ class Daemon:
         self.host.open()
         self.mover.open()
         spaces = self.nvme.load_manifest() if self.nvme is not None else ()
-        self.service = Service(_limits(self.config), spaces)
+        limits = _limits(self.config)
+        self.service = Service(limits, spaces)
         self.server = EngineServer(
             socket_path=str(self.config.socket),
             service=self.service,
             mover=self.hands,
             persist=self._persist,
-            open_pages=open_pages,
+            open_pages=functools.partial(open_pages, limits),
             tenants=_tenant,
         )
 

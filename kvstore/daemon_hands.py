@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.core.errors import InvariantError, KVStoreError
+from kvstore.core.errors import InvariantError, KVStoreError, LayoutMismatchError
 from kvstore.core.layout import Layout
+from kvstore.core.limits import Limits
 from kvstore.core.messages import Move, Moved, MoveID, MoveKind, MoveStatus, SessionID
 from kvstore.device.base import Blocks
 from kvstore.device.pages import HostPages
@@ -98,8 +99,12 @@ class Hands:
         )
 
 
-def open_pages(fd: int, nbytes: int, layout: Layout) -> MappedPages:
-    """Map an engine's memory; runs in a thread of the link. Raises LayoutMismatchError."""
+def open_pages(limits: Limits, fd: int, nbytes: int, layout: Layout) -> MappedPages:
+    """Map an engine's memory; runs in a thread of the link. Raises LayoutMismatchError, before
+    anything is mapped where no slab could hold a chunk."""
+    reason = limits.too_large(layout)
+    if reason:
+        raise LayoutMismatchError(reason)
     mapping = map_memory(fd, nbytes)
     try:
         return MappedPages(mapping, layout)

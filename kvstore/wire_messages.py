@@ -91,8 +91,14 @@ def read_registration(message: pb.Register) -> Registration:
         )
     shard, space = message.shard, message.namespace
     return Registration(
-        engine=_text("engine", message.engine),
-        namespace=Namespace(space.model, space.revision, space.format, space.config, space.alias),
+        engine=_label("engine", _text("engine", message.engine)),
+        namespace=Namespace(
+            _label("model", space.model),
+            _label("revision", space.revision),
+            _label("format", space.format),
+            _label("config", space.config),
+            _label("alias", space.alias),
+        ),
         layout=_read_layout(message.layout),
         shard=Shard(
             shard.tp_rank,
@@ -108,7 +114,7 @@ def read_registration(message: pb.Register) -> Registration:
 
 def read_engine(message: pb.ClientMessage) -> str:
     """The engine that an ATTACH names."""
-    return _text("engine", message.engine)
+    return _label("engine", _text("engine", message.engine))
 
 
 def read_request(message: pb.ClientMessage) -> Message:
@@ -187,7 +193,7 @@ def _read_cancel(message: pb.ClientMessage) -> Message:
 
 
 def _read_revision(message: pb.ClientMessage) -> Message:
-    return SetRevision(_text("revision", message.revision))
+    return SetRevision(_label("revision", _text("revision", message.revision)))
 
 
 _READERS: dict[int, Callable[[pb.ClientMessage], Message]] = {
@@ -207,6 +213,15 @@ def _request(message: pb.ClientMessage) -> str:
 def _text(name: str, value: str) -> str:
     if not value or len(value) > TEXT_BYTES_MAX:
         raise ProtocolError(f"{name} of {len(value)} characters; valid are 1..{TEXT_BYTES_MAX}")
+    return value
+
+
+def _label(name: str, value: str) -> str:
+    """What is shown to people and logged: nothing in it may drive a terminal or forge a line."""
+    if len(value) > TEXT_BYTES_MAX or not value.isprintable():
+        raise ProtocolError(
+            f"{name}={value[:64]!r}; valid are up to {TEXT_BYTES_MAX} characters that print"
+        )
     return value
 
 
@@ -267,7 +282,7 @@ def _read_layout(message: pb.Layout) -> Layout:
 
 def _read_group(message: pb.LayerGroup) -> LayerGroup:
     return LayerGroup(
-        name=message.name,
+        name=_label("group", message.name),
         tokens_per_block=message.tokens_per_block,
         window=message.window or None,
         tensors=tuple(_read_span(span) for span in message.tensors),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import kvstore
 from kvstore import Client, HitStatus, ProtocolError
 from kvstore.core.messages import (
     Completed,
@@ -173,6 +174,21 @@ def test_a_socket_that_nobody_reads_refuses_stores_at_once(bare: BareDaemon) -> 
             message = bare.receive()
             assert message.kind == pb.ClientMessage.STORE
             bare.send(write_reply(message.id, Completed(b"\1" * 255)))
+        assert all(ticket.wait(DEADLINE_S) is not None for ticket in tickets)
+
+
+def test_a_burst_that_the_socket_does_not_take_at_once_is_sent_all_the_same(rig: Rig) -> None:
+    """Stores of some megabyte in one go, then a lookup of many keys: the daemon is only slower than
+    the engine, so all arrive, in order, though nobody waits for the stores."""
+    with Engine(rig.path) as engine:
+        many = {"full": [i % 32 for i in range(4 * 255)]}
+        tickets = [engine.worker.store("r", keys_of(255), many) for _ in range(60)]
+        assert not any(ticket.settled for ticket in tickets)
+        large = kvstore.ChunkKeys(b"k" * 32 * 20_000, CHUNK_TOKENS, CHUNK_TOKENS * 20_000)
+        assert engine.worker.lookup("r", large).chunks == 20_000
+        assert len(rig.core.requests(Store)) == 60
+        for ticket in tickets:
+            ticket.cancel()
         assert all(ticket.wait(DEADLINE_S) is not None for ticket in tickets)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvstore.core.messages import Place, TierName
+from kvstore.core.messages import Place, ScannedSlot, TierName
 from kvstore.testing import SlabBytes, pattern, sample_header, scanned
 from kvstore.tiers.nvme import VERIFY_NEWEST, NvmeTier
 from kvstore.tiers.slabs import BlockIO, DirectIO

@@ -57,10 +57,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._errors = Counts()
         self._logged: set[tuple[str, str]] = set()
+        _log_as_vllm()
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerSide(vllm_config, kv_cache_config, settings)
         else:
-            vllm_config.kv_transfer_config.kv_load_failure_policy = settings.load_failure_policy
+            self._kv_transfer_config.kv_load_failure_policy = settings.load_failure_policy
+            _log.info("kvstore: kv_load_failure_policy=%s", settings.load_failure_policy)
             self._scheduler = self._attach()
 
     @property
@@ -261,3 +263,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._logged.add(kind)
                 _log.exception("kvstore: %s failed; vLLM goes on without it", verb)
             return otherwise
+
+
+def _log_as_vllm() -> None:
+    """Let what the client says (connected, lost, refused) appear where vLLM's own lines do."""
+    client = logging.getLogger("kvstore")
+    if not client.handlers:
+        for handler in logging.getLogger("vllm").handlers:
+            client.addHandler(handler)
+        client.setLevel(logging.INFO)
+        client.propagate = False

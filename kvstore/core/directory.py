@@ -64,8 +64,9 @@ class Directory:
         host = min(host, chunks)
         self._count(len(keys) // KEY_BYTES, host, chunks)
         pins = self._deepest(self.host, space, keys, host)
-        if self.nvme is not None and chunks > host:
-            pins += self._deepest(self.nvme, space, keys, chunks)
+        if self.nvme is not None:
+            below = self._deepest(self.nvme, space, keys, min(nvme, chunks))
+            pins += below if chunks > host else []
         for place in range(max(0, chunks - window_chunks), chunks):
             found = self._window(space, _key(keys, place))
             pins += [found] if found is not None else []
@@ -138,6 +139,8 @@ class Directory:
     def _deepest(
         self, tree: Tree, space: Space, keys: bytes, chunks: int
     ) -> list[tuple[Tree, Copy]]:
+        """The deepest chunk that a tier has of a hit, which is a use also where a faster tier
+        answers: what is asked for often should stay below when it leaves above."""
         copy = tree.find(space, _key(keys, chunks - 1)) if chunks else None
         if copy is None:
             return []

@@ -180,7 +180,6 @@ class Engines:
         engine = session.engine
         if session.shard is not None:
             del engine.workers[session.shard.rank()]
-            engine.space = None
         else:
             del engine.schedulers[session.id]
         if not engine.workers and not engine.schedulers:

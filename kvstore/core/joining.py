@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvstore.core.engines import Engine, Session
 from kvstore.core.errors import CapacityError
-from kvstore.core.layout import Part
 from kvstore.core.messages import (
     Attach,
     Refused,
@@ -25,7 +24,7 @@ class Joining:
         """A session's first request: it becomes a worker or a scheduler of an engine."""
         state = self._state
         if isinstance(message, Register):
-            reason = self._too_large(message)
+            reason = state.limits.too_large(message.layout)
             got = Refused(reason) if reason else state.engines.register(session, message)
         else:
             got = state.engines.attach(session, message)
@@ -39,19 +38,6 @@ class Joining:
                 state.reply(session, number, refused)
                 return
         state.reply(session, number, got.engine.state())
-
-    def _too_large(self, message: Register) -> str:
-        """Why no slab can hold a chunk of this layout; empty if each can."""
-        for tree in self._state.directory.trees():
-            for part in Part:
-                size = tree.slot_bytes(message.layout.part_bytes(part))
-                if size > tree.slabs.limits.slab_bytes:
-                    return (
-                        f"layout: a chunk needs a slot of {size} bytes, but "
-                        f"{tree.tier.value}.slab_size is {tree.slabs.limits.slab_bytes}; "
-                        "use fewer tokens a chunk or larger slabs"
-                    )
-        return ""
 
     def _make_ready(self, engine: Engine, but: SessionID) -> Refused | None:
         """Bring an engine up if it is complete, and tell its sessions (``but`` one)."""

@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.core.layout import Layout, Part
+from kvstore.core.messages import TierName
+
+ALIGN_BYTES = 4096
+HEADER_BYTES = 4096
+"""A slot at rest begins with its header; host slots have none."""
+
+
+def slot_bytes(tier: TierName, payload_bytes: int) -> int:
+    """Size of the slot that keeps this many bytes of payload in a tier."""
+    header = 0 if tier is TierName.HOST else HEADER_BYTES
+    return header + -(-payload_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class TierLimits:
@@ -50,3 +63,16 @@ class Limits:
     """Sessions at a time; beyond it a registration is refused."""
     nvme_retry_s: float = 30.0
     """After a full disk, this long until the tier tries to grow again."""
+
+    def too_large(self, layout: Layout) -> str:
+        """Why no slab can hold a chunk of this layout, in one line; empty if each can."""
+        for tier, limits in ((TierName.HOST, self.host), (TierName.NVME, self.nvme)):
+            for part in Part if limits is not None else ():
+                size = slot_bytes(tier, layout.part_bytes(part))
+                if limits is not None and size > limits.slab_bytes:
+                    return (
+                        f"layout: a chunk needs a slot of {size} bytes, but "
+                        f"{tier.value}.slab_size is {limits.slab_bytes}; "
+                        "use fewer tokens a chunk or larger slabs"
+                    )
+        return ""

@@ -95,7 +95,6 @@ class Restoring:
         copy.parts[header.part][header.shard] = slot
         copy.ready[header.part] += 1
         copy.last_use = max(copy.last_use, header.sequence)
-        copy.stores = state.limits.admit_after
         nvme.slabs.touch(slot, header.sequence)
         self._sequences[slot] = header.sequence
         if copy.ready[Part.FULL] == space.shards:

@@ -276,8 +276,6 @@ class Service:
             engine.space = None
             state.leases.end_engine(engine.key)
             self._joining.tell(engine, before, but=number)
-        elif not [s for s in engine.sessions() if not s.closing]:
-            state.leases.end_engine(engine.key)
         for ticket in list(session.tickets.values()):
             self._cancel(ticket, Drop.SESSION_LOST)
         self._settle()

@@ -177,9 +177,12 @@ class Storing:
     def _again(self, batch: _Batch, slot: Slot) -> None:
         """A chunk that is there is stored again: a use, and a reason to write it to NVMe."""
         copy = slot.owner
-        if copy is not None and slot.part is Part.FULL:
+        if copy is None:
+            return
+        if slot.part is Part.FULL:
             self._state.directory.host.touch(copy)
             copy.count_store(batch.shard.rank())
-        for other in copy.slots() if copy is not None else ():
+        admitted = copy.stores == self._state.limits.admit_after
+        for other in list(copy.slots()) if admitted else [slot]:
             if other.state is SlotState.READY:
                 self._writing.consider(other)

@@ -24,7 +24,7 @@ from kvstore.core.eviction import Policy
 from kvstore.core.hidden import Hidden
 from kvstore.core.keys import KEY_BYTES
 from kvstore.core.layout import Part
-from kvstore.core.limits import TierLimits
+from kvstore.core.limits import TierLimits, slot_bytes
 from kvstore.core.messages import ChunkHeader, MoveID, TierName
 from kvstore.core.slabs import Slab, SlabSpace
 from kvstore.core.slots import Slot, SlotState
@@ -33,9 +33,6 @@ from kvstore.core.stats import Drop
 from kvstore.core.tickets import Wait
 from kvstore.core.tree_nodes import Copy, Index, lands, may_commit
 
-ALIGN_BYTES = 4096
-HEADER_BYTES = 4096
-"""A slot at rest begins with its header; host slots have none."""
 _SWEEP_ENTRIES = 64
 """Hidden copies freed at most to make room for one slot."""
 
@@ -97,11 +94,6 @@ class Tree:
         slot = None if copy is None else copy.slot(part, shard)
         return slot if slot is not None and slot.state is SlotState.READY else None
 
-    def slot_bytes(self, payload_bytes: int) -> int:
-        """Size of the slot that keeps this many bytes of payload."""
-        header = 0 if self.tier is TierName.HOST else HEADER_BYTES
-        return header + -(-payload_bytes // ALIGN_BYTES) * ALIGN_BYTES
-
     def touch(self, copy: Copy) -> None:
         """Note a use of the copy."""
         self._uses += 1
@@ -136,7 +128,7 @@ class Tree:
             slot = None
             reason = Drop.PARENT_MISSING
         else:
-            slot = self._allocate(self.slot_bytes(header.payload_bytes), copy)
+            slot = self._allocate(slot_bytes(self.tier, header.payload_bytes), copy)
             reason = Drop.HOST_FULL if self.tier is TierName.HOST else Drop.NVME_FULL
             if slot is not None and not self._may_hold(copy, header):
                 self.slabs.give_back(slot)

@@ -40,6 +40,8 @@ from kvstore.device.base import Blocks
 
 _GROUP_PAGE_BYTES_MIN = 4096
 """One view for a whole group pays from rows of this size on, even if tensors alone had larger."""
+_ROWS_MAX = 1 << 20
+"""Rows a chunk: three tables of 8 bytes a row are kept for each registered group."""
 _ROW_BYTES_MIN = 128
 """Below it a copy per row costs more than a temporary array."""
 
@@ -201,6 +203,12 @@ def _row_run(
     array: _Bytes, spans: Sequence[TensorSpan], blocks: int, place: tuple[int, int]
 ) -> _RowRun:
     page = _page_bytes(spans)
+    count = (place[1] - place[0]) // page
+    if count > _ROWS_MAX:
+        raise LayoutMismatchError(
+            f"layout: a chunk would be {count} rows of {page} bytes; valid are up to {_ROWS_MAX}: "
+            "use fewer tokens a chunk, or offsets and strides that are multiples of a larger size"
+        )
     first = min(span.offset_bytes for span in spans)
     end = max(span.end_bytes() for span in spans)
     rows = array[first:end].reshape(-1, page)

@@ -280,7 +280,7 @@ def test_a_prompt_that_is_always_hit_in_the_host_stays_on_nvme_too() -> None:
     """One prompt is looked up and retrieved between one-off prompts. NVMe must not take it for
     cold because the host always answers: when the host loses it to a burst, NVMe still has it, and
     nobody would store it again."""
-    driver = Driver(limits(host_slots=4, nvme_slots=4))
+    driver = Driver(limits(host_slots=4, nvme_slots=5))
     driver.scanned()
     engine = driver.engine()
     hot = engine.chain(1)

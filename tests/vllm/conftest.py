@@ -1,0 +1,129 @@
+"""Real vLLM engines beside a real daemon. Skipped where there is no environment with vLLM.
+
+``make test-vllm`` builds that environment (kvstore_vllm.environment) and names its Python in
+KVSTORE_VLLM_PYTHON; the ordinary suite neither needs it nor waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvstore_transformers.config import small_model_folder
+
+from tests.conftest import ROOT
+
+PYTHON = os.environ.get("KVSTORE_VLLM_PYTHON", "")
+MODEL = Path(os.environ.get("KVSTORE_VLLM_MODEL", "") or small_model_folder())
+ANSWER_S = 600.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs vLLM, and say what is missing."""
+    reason = ""
+    if not PYTHON or not Path(PYTHON).exists():
+        reason = "no environment with vLLM (KVSTORE_VLLM_PYTHON): make test-vllm builds one"
+    elif not (MODEL / "config.json").exists():
+        reason = f"no model at {MODEL}: python -m kvstore_transformers.fetch gets it"
+    here = Path(__file__).parent
+    for item in items:
+        if reason and here in item.path.parents and "engine_free" not in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+class EngineProcess:
+    """A running tests/vllm/engine.py; every call waits for its answer."""
+
+    def __init__(self, arguments: dict[str, Any], log: Path) -> None:
+        self.log = log
+        environment = os.environ | {
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'connectors'}",
+            "VLLM_CPU_KVCACHE_SPACE": str(arguments.pop("space_gib", 1)),
+        }
+        self._stream = open(log, "ab")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [PYTHON, "-m", "tests.vllm.engine", json.dumps(arguments)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stream, env=environment,
+            cwd=ROOT,
+        )  # fmt: skip
+
+    def wait(self) -> None:
+        """Wait until it has started."""
+        assert self._read() == {"ready": True}
+
+    def call(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Do one operation."""
+        assert self.process.stdin is not None
+        line = json.dumps({"op": operation, **arguments}) + "\n"
+        self.process.stdin.write(line.encode())
+        self.process.stdin.flush()
+        return self._read()
+
+    def run(self, *requests: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+        """Run requests side by side; their results."""
+        results: list[dict[str, Any]] = self.call("run", requests=list(requests), **more)["results"]
+        return results
+
+    def fresh(self) -> None:
+        """Let everything end, and drop vLLM's own prefix cache."""
+        assert self.call("settle")["settled"], self.call("status")
+        assert self.call("reset")["done"], self.call("status")
+
+    def lines(self, text: str) -> list[str]:
+        """Lines of its log with a text in them."""
+        found = self.log.read_text(errors="replace").splitlines()
+        return [line for line in found if text in line]
+
+    def close(self) -> None:
+        """End it."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self._stream):
+            if stream is not None:
+                stream.close()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        until_s = time.monotonic() + ANSWER_S
+        while time.monotonic() < until_s:
+            readable, _, _ = select.select([self.process.stdout], [], [], 1.0)
+            if readable:
+                line = self.process.stdout.readline()
+                assert line, "the engine ended:\n" + self.log.read_text(errors="replace")[-8000:]
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+            assert self.process.poll() is None, self.log.read_text(errors="replace")[-8000:]
+        raise AssertionError(f"no answer in {ANSWER_S} s:\n{self.log.read_text()[-8000:]}")
+
+
+StartEngine = Callable[..., EngineProcess]
+
+
+@pytest.fixture
+def start_engine(private_folder: Path) -> Iterator[StartEngine]:
+    """Starts engines: ``start_engine(extra, model=..., space_gib=..., engine={...})``."""
+    started: list[EngineProcess] = []
+
+    def start(extra: dict[str, Any] | None, **arguments: Any) -> EngineProcess:
+        arguments = {"model": str(MODEL), "engine": {}} | arguments | {"extra": extra}
+        engine = EngineProcess(arguments, private_folder / f"engine{len(started)}.log")
+        started.append(engine)
+        engine.wait()
+        return engine
+
+    yield start
+    for engine in started:
+        engine.close()
+
+
+def prompt(tag: str, lines: int) -> str:
+    """A prompt that begins with its tag, about 15 tokens a line."""
+    return f"{tag} " + " ".join(f"Line {i}: fox {tag} number {i * 7} jumps." for i in range(lines))

@@ -1,0 +1,166 @@
+"""A real vLLM engine in one process, driven by JSON lines: what tests/vllm starts as a child.
+
+It runs with the Python of an environment that has vLLM; the tests themselves run without. The first
+argument is a JSON object: ``model``, ``engine`` (vLLM's arguments), ``extra`` (the connector's
+settings; null: no connector). The first line out is ``{"ready": true}``. Each line in is an
+operation, each answered by one line; everything that is printed goes to standard error.
+
+- ``run``: requests [{prompt (text or tokens), max_tokens, salt, params, abort_at}] -> texts, tokens,
+  cached, preemptions; all at once, steps until all have ended; ``abort_at`` counts steps;
+  ``signals`` [{at, pid, number}] are sent before a step
+- ``settle``: steps until nothing is in flight -> steps
+- ``reset``: drop vLLM's own prefix cache -> done
+- ``status``: what the connector and vLLM hold
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1", OMP_WAIT_POLICY="passive", OMP_NUM_THREADS="2",
+)  # fmt: skip
+STEPS_MAX = 200_000
+
+
+class Engine:
+    """vLLM's engine and its connector's two sides."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        transfer = None
+        if arguments["extra"] is not None:
+            transfer = {
+                "kv_connector": "KVStoreConnector",
+                "kv_role": "kv_both",
+                "kv_connector_module_path": "kvstore_vllm.connector",
+                "kv_connector_extra_config": arguments["extra"],
+            }
+        options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048}
+        self.llm = LLM(
+            arguments["model"], kv_transfer_config=transfer, **(options | arguments["engine"])
+        )
+        self.engine = self.llm.llm_engine
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.number = 0
+
+    def run(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Requests from their start to their end, side by side."""
+        names = [self._add(request) for request in line["requests"]]
+        ended: dict[str, Any] = {}
+        aborts = {n: r["abort_at"] for n, r in zip(names, line["requests"], strict=True)
+                  if "abort_at" in r}  # fmt: skip
+        preemptions = 0
+        started_s = time.monotonic()
+        first_s: dict[str, float] = {}
+        for step in range(STEPS_MAX):
+            for signal in line.get("signals", ()):
+                if signal["at"] == step:
+                    os.kill(signal["pid"], signal["number"])
+            for name in [n for n, at in aborts.items() if at == step and n not in ended]:
+                self.engine.abort_request([name])
+                ended[name] = {"text": None, "tokens": [], "cached": None}
+            if len(ended) == len(names):
+                break
+            for output in self.engine.step():
+                first_s.setdefault(output.request_id, time.monotonic() - started_s)
+                if output.finished:
+                    ended[output.request_id] = {
+                        "text": output.outputs[0].text,
+                        "tokens": list(output.outputs[0].token_ids),
+                        "cached": output.num_cached_tokens,
+                        "reason": output.outputs[0].finish_reason,
+                    }
+            running = self.scheduler.requests.values()
+            preemptions = max(preemptions, sum(r.num_preemptions for r in running))
+        else:
+            raise AssertionError(f"{len(names) - len(ended)} requests hang")
+        found = [ended[name] | {"first_s": first_s.get(name)} for name in names]
+        seconds = time.monotonic() - started_s
+        return {"results": found, "preemptions": preemptions, "steps": step, "seconds": seconds}
+
+    def settle(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Step until nothing is left to do."""
+        until_s = time.monotonic() + line.get("timeout_s", 60.0)
+        steps = 0
+        while self.scheduler.has_requests() and time.monotonic() < until_s:
+            self.engine.step()
+            steps += 1
+        return {"steps": steps, "settled": not self.scheduler.has_requests()}
+
+    def reset(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Drop vLLM's own prefix cache."""
+        return {"done": bool(self.llm.reset_prefix_cache())}
+
+    def status(self, line: dict[str, Any]) -> dict[str, Any]:
+        """What is held, where."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        pool = self.scheduler.kv_cache_manager.block_pool
+        side = self.scheduler.connector._scheduler
+        worker = get_kv_transfer_group()._worker
+        session = worker._session
+        return {
+            "blocks_used": pool.num_gpu_blocks - pool.get_num_free_blocks() - 1,
+            "blocks": pool.num_gpu_blocks,
+            "requests": len(self.scheduler.requests),
+            "tracked": len(side._requests),
+            "held": len(side._held),
+            "held_blocks": side._held_blocks,
+            "wanted": len(side._wanted),
+            "loads": len(worker._loads),
+            "stores": len(worker._stores),
+            "errors": self.scheduler.connector._errors._data.get("errors", 0),
+            "ready": session is not None and session.state().ready,
+            "counts": worker.counts._data | side.counts._data,
+        }
+
+    def wait_ready(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Wait until the daemon knows the engine, on both sides."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        sessions = [
+            get_kv_transfer_group()._worker._session,
+            self.scheduler.connector._scheduler._session,
+        ]
+        timeout_s = line.get("timeout_s", 20.0)
+        return {"ready": all(session.wait_ready(timeout_s) for session in sessions)}
+
+    def _add(self, request: dict[str, Any]) -> str:
+        from vllm import SamplingParams
+
+        self.number += 1
+        extra = {"kv_transfer_params": request["params"]} if "params" in request else None
+        sampling = SamplingParams(
+            temperature=0, max_tokens=request.get("max_tokens", 16), ignore_eos=True,
+            extra_args=extra,
+        )  # fmt: skip
+        prompt = request["prompt"]
+        body: dict[str, Any] = (
+            {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        )
+        if "salt" in request:
+            body["cache_salt"] = request["salt"]
+        return str(self.engine.add_request(f"r{self.number}", body, sampling))
+
+
+def main() -> None:
+    """Run the child."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    engine = Engine(json.loads(sys.argv[1]))
+    print(json.dumps({"ready": True}), file=out, flush=True)
+    for text in sys.stdin:
+        line = json.loads(text)
+        answer = getattr(engine, line["op"])(line)
+        print(json.dumps(answer), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()
