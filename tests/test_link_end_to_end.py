@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,12 +49,18 @@ class Node:
     def __init__(self, path: str) -> None:
         self.path = path
         self.gate: Callable[[Move], None] = lambda move: None
-        self.core = Service(Limits(TierLimits(SLABS, SLAB_BYTES), staging_slots=STAGING))
+        limits = Limits(TierLimits(SLABS, SLAB_BYTES), staging_slots=STAGING)
+        self.core = Service(limits)
         self.host = HostTier(SLABS + STAGING, SLAB_BYTES)
         threads = MoverThreads(copy=2, read=1, write=1)
         self.mover = Mover(self.host, {}, lambda moved: self.server.post(moved), threads, self._at)
         self.server = EngineServer(
-            path, self.core, Hands(self.mover), lambda effect: None, open_pages, self._tenant
+            socket_path=path,
+            service=self.core,
+            mover=Hands(self.mover),
+            persist=lambda effect: None,
+            open_pages=partial(open_pages, limits),
+            tenants=self._tenant,
         )
         self.failure: BaseException | None = None
         self._ready = threading.Event()

@@ -150,3 +150,12 @@ def test_blocks_are_those_that_every_tensor_has() -> None:
     pages.gather(((0, packed(2)),), np.zeros(8192, np.uint8))
     with pytest.raises(LayoutMismatchError, match="no block 3"):
         pages.gather(((0, packed(3)),), np.zeros(8192, np.uint8))
+
+
+def test_a_chunk_of_too_many_rows_is_refused_before_tables_are_made() -> None:
+    """Odd offsets cut large blocks into tiny rows: the tables for them would dwarf the memory that
+    is registered, so the layout is refused with what to change."""
+    span = TensorSpan(0, 65_792, 65_664, 2)
+    layout = Layout("uint8", 65_536, (LayerGroup("full", 1, None, (span,)),))
+    with pytest.raises(LayoutMismatchError, match=r"rows of 128 bytes; valid are up to"):
+        HostPages(np.zeros(2 * 65_792, np.uint8), layout)

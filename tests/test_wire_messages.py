@@ -117,3 +117,15 @@ def test_answers_are_written_with_their_number() -> None:
     ):
         message = wire.read_daemon_message(write_reply(9, body))
         assert (message.kind, message.id) == (kind, 9)
+
+
+@pytest.mark.parametrize("text", ["a\x1b[31m", "a\nforged line", "\u202eevil", "a\x00b"])
+@pytest.mark.parametrize("field", ["engine", "model", "revision", "format", "config", "alias"])
+def test_names_that_do_not_print_are_refused(field: str, text: str) -> None:
+    """Names are shown by stats and logged: they may not drive a terminal or forge a line."""
+    message = write_registration(Registration("e1", SPACE, layout(), Shard(), 1 << 20))
+    setattr(message if field == "engine" else message.namespace, field, text)
+    with pytest.raises(ProtocolError, match=f"{field}=.* characters that print") as caught:
+        read_registration(message)
+    assert "\n" not in str(caught.value)
+    assert "\x1b" not in str(caught.value)

@@ -299,8 +299,9 @@ def test_families_with_slots_of_other_sizes_leave_in_one_order() -> None:
     is needed, and "b" leaves, though it queues elsewhere."""
     forest = Forest(slots=8, shards=2, slab_slots=4)
     forest.put("a")
-    forest.land(forest.reserve("b", 0))
-    forest.land(forest.reserve("b", 1, nbytes=2 * SLOT_BYTES))
+    small, large = forest.reserve("b", 0), forest.reserve("b", 1, nbytes=2 * SLOT_BYTES)
+    forest.land(small)
+    forest.land(large)
     forest.tree.touch(forest.copy("a"))
     forest.reserve("x", 0)
     forest.reserve("y", 0)

@@ -23,6 +23,8 @@ from tests.conftest import ROOT
 PYTHON = os.environ.get("KVSTORE_VLLM_PYTHON", "")
 MODEL = Path(os.environ.get("KVSTORE_VLLM_MODEL", "") or small_model_folder())
 ANSWER_S = 600.0
+WITHOUT_VLLM = ("test_settings.py",)
+"""Tests of what needs no vLLM: they run everywhere."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = f"no model at {MODEL}: python -m kvstore_transformers.fetch gets it"
     here = Path(__file__).parent
     for item in items:
-        if reason and here in item.path.parents and "engine_free" not in item.keywords:
+        if reason and here in item.path.parents and item.path.name not in WITHOUT_VLLM:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -94,6 +94,10 @@ class Engine:
             steps += 1
         return {"steps": steps, "settled": not self.scheduler.has_requests()}
 
+    def tokens(self, line: dict[str, Any]) -> dict[str, Any]:
+        """How many tokens a prompt has."""
+        return {"count": len(self.llm.get_tokenizer()(line["prompt"])["input_ids"])}
+
     def reset(self, line: dict[str, Any]) -> dict[str, Any]:
         """Drop vLLM's own prefix cache."""
         return {"done": bool(self.llm.reset_prefix_cache())}
@@ -147,7 +151,9 @@ class Engine:
         )
         if "salt" in request:
             body["cache_salt"] = request["salt"]
-        return str(self.engine.add_request(f"r{self.number}", body, sampling))
+        name = f"r{self.number}"
+        self.engine.add_request(name, body, sampling)
+        return name
 
 
 def main() -> None:
