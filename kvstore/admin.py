@@ -6,6 +6,7 @@ thread and have a deadline. Nothing here evaluates anything; the service has two
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 import socket
@@ -31,6 +32,9 @@ THREADS = 4
 RATE_WINDOW_S = 10
 """Throughput is averaged over this many seconds, one sample each."""
 STOP_GRACE_S = 1.0
+SPACES_LISTED_MAX = 1000
+"""Namespaces that Stats lists, those with most chunks; the rest is counted. The core may know
+65,536."""
 
 _log = logging.getLogger(__name__)
 
@@ -214,6 +218,7 @@ class AdminService:
 def stats_reply(snapshot: Snapshot, rates: Rates) -> admin_pb2.StatsReply:
     """A snapshot as the message that goes over the wire."""
     process, core = snapshot.process, snapshot.core
+    spaces = heapq.nlargest(SPACES_LISTED_MAX, core.spaces, key=lambda space: space.chunks)
     return admin_pb2.StatsReply(
         process=admin_pb2.Process(
             version=process.version,
@@ -229,7 +234,8 @@ def stats_reply(snapshot: Snapshot, rates: Rates) -> admin_pb2.StatsReply:
         tiers=[_tier(tier, snapshot.io, rates) for tier in core.tiers],
         traffic=_traffic(core, snapshot.lookup),
         engines=[_engine(engine) for engine in core.engines],
-        spaces=[_space(space) for space in core.spaces],
+        spaces=[_space(space) for space in spaces],
+        spaces_more=len(core.spaces) - len(spaces),
         drops={reason: count for reason, count in core.drops.items() if count},
         link=admin_pb2.Link(connections=snapshot.connections, counters=snapshot.counters),
     )

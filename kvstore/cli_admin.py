@@ -21,6 +21,9 @@ from kvstore.proto_gen import admin_pb2
 
 CALL_DEADLINE_S = 10.0
 CLEAR_DEADLINE_S = 60.0
+CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1))
+"""A daemon that knows many models with long names answers with more than gRPC's 4 MiB."""
+NAMES_SHOWN_MAX = 20
 OK, FAILURE, USAGE, NO_DAEMON = 0, 1, 2, 3
 
 Reply = TypeVar("Reply", bound=Message)
@@ -41,7 +44,7 @@ class AdminClient:
         socket = self.address.removeprefix("unix:")
         if socket != self.address and not Path(socket).is_socket():
             raise self._no_daemon()
-        self._channel = grpc.insecure_channel(self.address, [("grpc.enable_http_proxy", 0)])
+        self._channel = grpc.insecure_channel(self.address, CHANNEL_OPTIONS)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -104,16 +107,16 @@ def clear(settings: Settings, namespace: argparse.Namespace) -> int:
         raise ConfigError("--all and --model or --tenant exclude one another; give one")
 
     def forget(client: AdminClient) -> int:
-        known = {
-            name for s in client.stats()["spaces"] for name in (s["model"], s["alias"]) if name
-        }
-        if model and model not in known:
-            names = ", ".join(sorted(known)) or "none"
-            raise KVStoreError(f"--model={model!r} is not known here; known models: {names}")
+        figures = client.stats()
+        listed = model in {name for s in figures["spaces"] for name in (s["model"], s["alias"])}
+        if model and not listed and not figures["spaces_more"]:
+            raise _unknown(model, figures)
         if not (namespace.yes or namespace.json or _confirmed(model, tenant)):
             print("nothing was cleared", file=sys.stderr)
             return FAILURE
         reply = client.clear(model, tenant)
+        if model and not listed and not reply.namespaces:
+            raise _unknown(model, figures)
         if namespace.json:
             print(json.dumps({"namespaces": reply.namespaces, "chunks": reply.chunks}))
         else:
@@ -124,6 +127,17 @@ def clear(settings: Settings, namespace: argparse.Namespace) -> int:
         return OK
 
     return _with_client(settings, "clear", forget)
+
+
+def _unknown(model: str, figures: report.Document) -> KVStoreError:
+    """The refusal of a model that the daemon doesn't know, with the largest ones that it does."""
+    names = dict.fromkeys(
+        name for space in figures["spaces"] for name in (space["model"], space["alias"]) if name
+    )
+    shown = ", ".join(sorted(list(names)[:NAMES_SHOWN_MAX])) or "none"
+    more = len(names) - NAMES_SHOWN_MAX + figures["spaces_more"]
+    rest = f" and {more} more" if more > 0 else ""
+    return KVStoreError(f"--model={model!r} is not known here; known models: {shown}{rest}")
 
 
 def _with_client(settings: Settings, name: str, use: Callable[[AdminClient], int]) -> int:

@@ -98,6 +98,8 @@ class Client:
         for line in self._lines:
             line.close(until_s)
         self._watcher.close()
+        for line in self._lines:
+            line.close(until_s)  # a link that the thread was just making
 
     def __enter__(self) -> Client:
         return self

@@ -19,7 +19,7 @@ def render(document: Document) -> str:
         _tiers(document["tiers"]),
         _traffic(document["traffic"]),
         _engines(document["engines"]),
-        _spaces(document["spaces"]),
+        _spaces(document["spaces"], document["spaces_more"]),
         _counts("dropped", document["drops"]),
         _counts("link", document["link"]["counters"]),
     ]
@@ -116,7 +116,7 @@ def _engines(engines: Sequence[Document]) -> str:
     return table(head, rows)
 
 
-def _spaces(spaces: Sequence[Document]) -> str:
+def _spaces(spaces: Sequence[Document], more: int) -> str:
     if not spaces:
         return ""
     rows = [
@@ -129,7 +129,8 @@ def _spaces(spaces: Sequence[Document]) -> str:
         )
         for space in spaces
     ]
-    return table(("model", "tenant", "namespace", "epoch", "chunks"), rows)
+    rest = f"\nand {more} namespaces more" if more else ""
+    return table(("model", "tenant", "namespace", "epoch", "chunks"), rows) + rest
 
 
 def _counts(title: str, counts: Mapping[str, int]) -> str:

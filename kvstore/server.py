@@ -17,12 +17,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from kvstore.core.errors import InvariantError, KVStoreError, SessionLostError
+from kvstore.core.errors import InvariantError, SessionLostError
 from kvstore.core.messages import (
     ADMIN,
     Body,
@@ -32,7 +32,6 @@ from kvstore.core.messages import (
     Message,
     Move,
     Persist,
-    Persisted,
     Reply,
     Request,
     Tick,
@@ -41,6 +40,7 @@ from kvstore.core.stats import LatencySummary
 from kvstore.server_connections import TURN_S, SessionStats
 from kvstore.server_hands import Mover, OpenPages, Tenants
 from kvstore.server_listener import Listener
+from kvstore.server_persister import Persister
 from kvstore.server_sessions import Sessions
 
 _ACCEPT_PAUSE_S = 0.1
@@ -105,9 +105,8 @@ class EngineServer:
         self._socket_path = socket_path
         self._service = service
         self._mover = mover
-        self._persist = persist
         self._sessions = Sessions(self._drive, self.post, mover, open_pages, tenants)
-        self._persister = ThreadPoolExecutor(1, thread_name_prefix="kvstore-persist")
+        self._persister = Persister(persist, self.post, self._fail_soon)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
         self._failed: asyncio.Event | None = None
@@ -160,7 +159,7 @@ class EngineServer:
         """Close what ``run`` had to leave open: sessions whose Moves hadn't ended. Call it when
         the mover has stopped; idempotent."""
         self._sessions.close()
-        self._persister.shutdown(wait=True)
+        self._persister.close()
         self._listener.close()
 
     def post(self, event: Event) -> None:
@@ -234,28 +233,12 @@ class EngineServer:
         elif isinstance(effect, Detach):
             self._sessions.detach(effect.session)
         else:
-            made = self._persister.submit(self._make_durable, effect)
-            made.add_done_callback(self._made_durable)
+            self._persister.submit(effect)
 
     def _answer_admin(self, effect: Reply) -> None:
         answer = self._admin_waiting.pop(effect.id, None)
         if answer is not None and not answer.done():
             answer.set_result(effect.body)
-
-    def _make_durable(self, effect: Persist) -> None:
-        """In the persister's thread: one after the other, in order."""
-        error = ""
-        try:
-            self._persist(effect)
-        except (OSError, KVStoreError) as caught:
-            error = str(caught) or type(caught).__name__
-            _log.error("namespaces could not be made durable: %s", error)
-        self.post(Persisted(effect.number, error))
-
-    def _made_durable(self, made: Future[None]) -> None:
-        error = made.exception()
-        if error is not None:
-            self._call_soon(functools.partial(self._fail, error))
 
     def _drain_posted(self) -> None:
         """Handle what other threads posted, for one turn; the flag falls first, so that nothing is
@@ -346,6 +329,10 @@ class EngineServer:
             if self._failed is not None:
                 self._failed.set()
             self._wake_up()
+
+    def _fail_soon(self, error: BaseException) -> None:
+        """The same from any thread."""
+        self._call_soon(functools.partial(self._fail, error))
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")

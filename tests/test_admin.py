@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -13,10 +14,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvstore.admin import SERVICE, AdminService, InOut, ProcessFacts, Snapshot
+from kvstore.cli import main
 from kvstore.cli_admin import AdminClient, NoDaemonError
 from kvstore.core.errors import KVStoreError, TierUnavailableError
 from kvstore.core.messages import Cleared
-from kvstore.core.stats import CoreStats, LatencySummary
+from kvstore.core.stats import CoreStats, LatencySummary, SpaceStats
+from kvstore.report import render
 from tests.conftest import RunningDaemon, StartDaemon
 from tests.small_engine import SmallEngine, tokens
 
@@ -30,6 +33,8 @@ class ScriptedSource:
     def __init__(self) -> None:
         self.problem = ""
         self.refusal = ""
+        self.core = NOTHING
+        self.namespaces = 1
         self.deadlines_s: list[float] = []
         self.cleared: list[tuple[str | None, str | None]] = []
 
@@ -38,13 +43,13 @@ class ScriptedSource:
         if self.refusal:
             raise KVStoreError(self.refusal)
         process = ProcessFacts("0", 1, 2.0, 3, 4, 5, "unix:/e", "unix:/a", self.state())
-        return Snapshot(process, NOTHING, self.io(), IDLE, 0)
+        return Snapshot(process, self.core, self.io(), IDLE, 0)
 
     def clear(self, model: str | None, tenant: str | None, deadline_s: float) -> Cleared:
         if self.refusal:
             raise KVStoreError(self.refusal)
         self.cleared.append((model, tenant))
-        return Cleared(namespaces=1, chunks=7)
+        return Cleared(namespaces=self.namespaces, chunks=7)
 
     def io(self) -> Mapping[str, InOut]:
         return {}
@@ -127,6 +132,45 @@ def test_clear_passes_names_and_empty_means_any(
         assert client.clear("m", "").chunks == 7
         client.clear("", "t")
     assert source.cleared == [("m", None), (None, "t")]
+
+
+def spaces_of(models: int, name: str) -> CoreStats:
+    """A core that knows so many models, the later ones with more chunks."""
+    found = (SpaceStats("uid:0", f"{n:05d}{name}", "", "ab" * 32, 0, n) for n in range(models))
+    return replace(NOTHING, spaces=tuple(found))
+
+
+def test_stats_of_very_many_models_with_long_names_arrive(
+    service: AdminService, source: ScriptedSource
+) -> None:
+    """Engines came with thousands of namespaces, each with the longest name there may be: beyond
+    what gRPC takes by default. The largest ones are listed and the rest is counted."""
+    source.core = spaces_of(3000, "m" * 5000)
+    with AdminClient(service.address) as client:
+        figures = client.stats()
+    assert [space["chunks"] for space in figures["spaces"]] == list(range(2999, 1999, -1))
+    assert figures["spaces_more"] == 2000
+    assert "and 2000 namespaces more" in render(figures)
+
+
+def clear_command(service: AdminService, model: str) -> int:
+    arguments = ["clear", "--yes", "--model", model, "--admin-address", service.address]
+    return main([*arguments, "--socket", service.address.removeprefix("unix:")])
+
+
+def test_clear_of_a_model_that_is_not_listed(
+    service: AdminService, source: ScriptedSource, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beyond the listed ones the daemon itself says whether it knows a model; and a typing error is
+    answered with some of the known names, not with megabytes of them."""
+    source.core = spaces_of(3000, "")
+    assert clear_command(service, "00001") == 0
+    assert source.cleared == [("00001", None)]
+    source.namespaces = 0
+    assert clear_command(service, "nobody's") == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "is not known here; known models: 02980, " in line
+    assert line.endswith(", 02999 and 2980 more")
 
 
 def test_closed_service_is_no_daemon(service: AdminService, private_folder: Path) -> None:

@@ -80,22 +80,59 @@ def test_effects_reach_the_hands_and_events_come_back_in_order(rig: Rig) -> None
         assert mine == list(range(first, first + 500))
 
 
-def test_persists_are_carried_out_in_order_and_reported(rig: Rig) -> None:
-    """A record that can't be made durable is reported with the reason; the next one still is."""
+def test_persists_that_wait_are_made_durable_as_one(rig: Rig) -> None:
+    """While one is being written 200 engines with new models register. Each Persist replaces the
+    whole, so only the newest is written, and its number stands for all: neither memory nor a stop
+    grows with how many came."""
     done: list[int] = []
+    free = threading.Event()
 
     def persist(effect: Persist) -> None:
         done.append(effect.number)
+        assert free.wait(DEADLINE_S)
+
+    rig.persisting = persist
+    rig.emit(Persist(1, ()))
+    eventually(lambda: done == [1])
+    rig.emit(*(Persist(number, ()) for number in range(2, 202)))
+    eventually(lambda: not rig.core.queued)
+    rig.server.call(lambda: None).result(DEADLINE_S)
+    free.set()
+    eventually(lambda: len(rig.core.events) == 2)
+    assert done == [1, 201]
+    assert rig.core.events == [Persisted(1), Persisted(201)]
+
+
+def test_persist_that_fails_is_reported_and_the_next_one_still_written(rig: Rig) -> None:
+    """The disk is full for a while: the core learns why, and tries again later."""
+
+    def persist(effect: Persist) -> None:
         if effect.number == 2:
             raise OSError(28, "No space left on device")
 
     rig.persisting = persist
-    rig.emit(*(Persist(number, ()) for number in (1, 2, 3)))
-    eventually(lambda: len(rig.core.events) == 3)
-    assert done == [1, 2, 3]
+    for number in (1, 2, 3):
+        rig.emit(Persist(number, ()))
+        eventually(lambda number=number: len(rig.core.events) == number)  # type: ignore[misc]
     events = [e for e in rig.core.events if isinstance(e, Persisted)]
     assert [(e.number, bool(e.error)) for e in events] == [(1, False), (2, True), (3, False)]
     assert "No space left on device" in events[1].error
+
+
+def test_persist_with_a_bug_stops_the_daemon() -> None:
+    """An error that nobody expected says nothing about what is on disk."""
+    with folder() as path:
+        rig = Rig(str(path / "s.sock"))
+        rig.start()
+
+        def persist(effect: Persist) -> None:
+            raise ZeroDivisionError("a bug")
+
+        rig.persisting = persist
+        rig.emit(Persist(1, ()))
+        rig._thread.join(DEADLINE_S)
+        rig.join()
+        assert isinstance(rig.failure, ZeroDivisionError)
 
 
 def test_the_administration_waits_for_its_answer(rig: Rig) -> None:

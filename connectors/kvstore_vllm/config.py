@@ -1,7 +1,7 @@
 """Settings: what a user may say in ``kv_connector_extra_config``, parsed and checked once.
 
-The only place of the connector that reads the environment, for the daemon's socket alone, so that
-``kvstore serve`` and ``vllm serve`` meet without any setting.
+The only place of the connector that reads the process's environment: for the daemon's socket, so
+that ``kvstore serve`` and ``vllm serve`` meet without any setting, and for the cache folder.
 """
 
 from __future__ import annotations
@@ -72,6 +72,14 @@ def default_socket() -> str:
     if runtime.startswith("/") and Path(runtime).is_dir():
         return str(Path(runtime) / "kvstore" / "kvstore.sock")
     return f"/tmp/kvstore-{os.getuid()}/kvstore.sock"
+
+
+def environment_folder() -> Path:
+    """Where kvstore_vllm.environment builds: $XDG_CACHE_HOME/kvstore/vllm-env, below ~/.cache where
+    that variable isn't set to a full path."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    root = base if base.is_absolute() else Path.home() / ".cache"
+    return root / "kvstore" / "vllm-env"
 
 
 def _typed(key: str, kind: str, value: object) -> object:

@@ -34,15 +34,17 @@ _PREFIX = "vllm:kvstore_"
 
 
 class Counts:
-    """Counts since the last ``take``; mutable."""
+    """Counts since the last ``take``, and ``totals`` since the start; mutable."""
 
     def __init__(self) -> None:
+        self.totals: dict[str, float] = {}
         self._data: dict[str, float] = {}
 
     def add(self, name: str, amount: float) -> None:
         """Add to one count of NAMES."""
         if amount:
             self._data[name] = self._data.get(name, 0) + amount
+            self.totals[name] = self.totals.get(name, 0) + amount
 
     def take(self) -> KVStoreStats | None:
         """What was counted, and start over; None where nothing was."""

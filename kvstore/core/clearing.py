@@ -53,13 +53,13 @@ class Clearing:
         if event.error:
             self._persist_at = state.now + _PERSIST_RETRY_S
             self._writing.drop_unpersisted()
-            clear = self._clears.pop(event.number, None)
-            if clear is not None:
+            for number in [n for n in self._clears if n <= event.number]:
+                session, request, _ = self._clears.pop(number)
                 text = (
                     f"clear: done in memory, but not durable ({event.error}); it is tried again, "
                     "and until it succeeds a restart may bring the chunks back"
                 )
-                state.reply(clear[0], clear[1], Refused(text))
+                state.reply(session, request, Refused(text))
             return
         state.spaces.persisted(event.number)
         for number in [n for n in self._clears if n <= event.number]:

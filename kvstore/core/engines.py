@@ -169,10 +169,13 @@ class Engines:
             [shards[i] for i in sorted(shards)],
         )
         record = SpaceRecord(engine.key[0], digest, namespace.model, namespace.alias, epoch=0)
-        space, persist = self._spaces.enter(record, shape.count())
+        space, persist = self._spaces.enter(record, shape.count(), self._used)
         space.dtype, space.tokens = layout.dtype, layout.tokens_per_chunk
         engine.space = space
         return persist
+
+    def _used(self) -> set[Space]:
+        return {engine.space for engine in self._engines.values() if engine.space is not None}
 
     def remove(self, session: Session) -> None:
         """A session is lost: its engine forgets it, and is unready if it was a worker."""

@@ -48,7 +48,7 @@ def _check_copy(tree: Tree, copy: Copy) -> None:
             ready += slot.state is SlotState.READY
             _must(slot.state in _LIVE, "kept by a copy", slot, copy)
             mine = slot.owner is copy and slot.shard == shard and slot.part is part
-            _must(mine, "isn't the copy's own", slot, copy)
+            _must(mine and tree.slabs.lists(slot), "isn't the copy's own", slot, copy)
         _must(ready == copy.ready[part], "its READY slots don't add up", tree.tier, copy)
     if copy.parent is None:
         _must(copy.depth == 0, "without a parent", tree.tier, copy)

@@ -114,6 +114,7 @@ class SlabSpace:
         known = slab.slot_bytes == place.slot_bytes and place.index not in slab.slots
         if not known or not 0 <= place.index < slab.capacity:
             return None
+        self._empty.pop(place.slab, None)
         return self._make(slab, place.index)
 
     def retire(self, number: int) -> None:
@@ -126,8 +127,8 @@ class SlabSpace:
             self._unmake(slab)
 
     def refuse(self, number: int) -> None:
-        """The device had no place for a slab: unless it keeps something, it counts as never cut
-        once its slots are free."""
+        """The device had no place for a slab, or can't use its file: unless it keeps something, it
+        counts as never cut once its slots are free, and is tried after all others."""
         slab = self._slabs.get(number)
         states = (SlotState.READY, SlotState.DOOMED)
         if slab is None or any(slot.state in states for slot in slab.slots.values()):
@@ -170,6 +171,11 @@ class SlabSpace:
         )
         return min(donors, key=lambda slab: (slab.last_use, slab.number), default=None)
 
+    def lists(self, slot: Slot) -> bool:
+        """Whether the slot is the one at its place."""
+        slab = self._slabs.get(slot.place.slab)
+        return slab is not None and slab.slots.get(slot.place.index) is slot
+
     def cuts(self) -> Iterator[Slab]:
         """All slabs that are cut."""
         return iter(self._slabs.values())
@@ -193,6 +199,8 @@ class SlabSpace:
             for index, slot in slab.slots.items():
                 if (slot.state is SlotState.FREE) != (index in free):
                     raise InvariantError(f"{slot!r}: its state and the free list disagree")
+            if slab.number in self._empty and slab.used():
+                raise InvariantError(f"{self.tier.value}: slab {slab.number} isn't empty")
 
     def _open_slab(self, slot_bytes: int) -> Slab | None:
         slabs = self._open.get(slot_bytes)
@@ -227,7 +235,10 @@ class SlabSpace:
         self._sizes[slab.slot_bytes] -= 1
         self._open[slab.slot_bytes].pop(slab.number, None)
         self._empty.pop(slab.number, None)
-        (self._never_cut if slab.refused else self._uncut).append(slab.number)
+        if slab.refused:
+            self._never_cut.insert(0, slab.number)
+        else:
+            self._uncut.append(slab.number)
 
 
 def _is_kept(slot: Slot) -> bool:

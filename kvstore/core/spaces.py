@@ -8,6 +8,7 @@ written to a durable tier before its record is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.core.errors import CapacityError
@@ -81,8 +82,11 @@ class Spaces:
         """The current space, if there is one."""
         return self._spaces.get((tenant, namespace))
 
-    def enter(self, record: SpaceRecord, shards: int) -> tuple[Space, Persist | None]:
+    def enter(
+        self, record: SpaceRecord, shards: int, used: Callable[[], set[Space]]
+    ) -> tuple[Space, Persist | None]:
         """The space of a ready engine, made where it is new; then its record is to be persisted.
+        ``used`` tells which spaces engines are ready under.
 
         Raises CapacityError beyond SPACES_MAX.
         """
@@ -93,6 +97,8 @@ class Spaces:
             space.model, space.alias = record.model, record.alias
             return space, self.persist() if changed else None
         if len(self._spaces) >= SPACES_MAX:
+            self._forget_unused(used())
+        if len(self._spaces) >= SPACES_MAX:
             raise CapacityError(
                 f"namespaces: {SPACES_MAX} are known, which is the limit; "
                 "start with an empty nvme.path to forget those that are no longer used"
@@ -100,6 +106,14 @@ class Spaces:
         space = Space(record, shards, persisted=False)
         self._spaces[record.tenant, record.namespace] = space
         return space, self.persist()
+
+    def _forget_unused(self, used: set[Space]) -> None:
+        """Make room: forget namespaces that no engine uses, that keep no chunk, and that were never
+        cleared (what an epoch ended may still lie on disk, so that epoch is kept)."""
+        for key, space in list(self._spaces.items()):
+            if space not in used and not space.epoch and not space.chunks():
+                space.alive = False
+                del self._spaces[key]
 
     def raise_epoch(self, space: Space) -> Space:
         """Replace a space by an empty one of the next epoch; the old one is dead at once."""

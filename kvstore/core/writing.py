@@ -81,7 +81,8 @@ class Writing:
             if target.state is SlotState.RESERVED:
                 nvme.fail(target, Drop.NVME_FULL if full else Drop.NVME_WRITE_FAILED)
             if full:
-                self._stop_growth(nvme, target)
+                self._stop_growth(nvme)
+            nvme.slabs.refuse(target.place.slab)
         self._state.let_go(job)
 
     def tick(self) -> None:
@@ -153,8 +154,7 @@ class Writing:
         target.hold(job.id)
         return job
 
-    def _stop_growth(self, nvme: Tree, target: Slot) -> None:
-        """The device is full: cut no more slabs for a while, and give up one that has nothing."""
+    def _stop_growth(self, nvme: Tree) -> None:
+        """The device is full: cut no more slabs for a while."""
         nvme.slabs.growth_stopped = True
         self._retry_at = self._state.now + self._state.limits.nvme_retry_s
-        nvme.slabs.refuse(target.place.slab)

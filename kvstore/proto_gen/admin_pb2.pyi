@@ -11,7 +11,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("process", "tiers", "traffic", "engines", "spaces", "drops", "link")
+    __slots__ = ("process", "tiers", "traffic", "engines", "spaces", "drops", "link", "spaces_more")
     class DropsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class StatsReply(_message.Message):
     SPACES_FIELD_NUMBER: _ClassVar[int]
     DROPS_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
+    SPACES_MORE_FIELD_NUMBER: _ClassVar[int]
     process: Process
     tiers: _containers.RepeatedCompositeFieldContainer[Tier]
     traffic: Traffic
@@ -33,7 +34,8 @@ class StatsReply(_message.Message):
     spaces: _containers.RepeatedCompositeFieldContainer[Space]
     drops: _containers.ScalarMap[str, int]
     link: Link
-    def __init__(self, process: _Optional[_Union[Process, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[Space, _Mapping]]] = ..., drops: _Optional[_Mapping[str, int]] = ..., link: _Optional[_Union[Link, _Mapping]] = ...) -> None: ...
+    spaces_more: int
+    def __init__(self, process: _Optional[_Union[Process, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[Space, _Mapping]]] = ..., drops: _Optional[_Mapping[str, int]] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., spaces_more: _Optional[int] = ...) -> None: ...
 
 class Process(_message.Message):
     __slots__ = ("version", "pid", "uptime_s", "resident_bytes", "open_files", "threads", "socket", "admin", "state")

@@ -127,8 +127,7 @@ def test_socket_without_a_daemon_is_told_at_once(
 
 
 def test_unsupported_model_is_one_line(tmp_path: Path) -> None:
-    """The engine process says why in its first line and ends with status 1; the demo passes the
-    line on."""
+    """The engine process says why in its first line and ends with status 1."""
     config = GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=20, n_positions=16)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     command = module_command("kvstore_transformers.worker", "--model", str(tmp_path))
@@ -136,8 +135,7 @@ def test_unsupported_model_is_one_line(tmp_path: Path) -> None:
     assert ended.returncode == 1
     [line] = ended.stdout.splitlines()
     assert "model_type='gpt2'" in json.loads(line)["error"]
-    with pytest.raises(DemoError, match=r"model_type='gpt2'.*LlamaForCausalLM"):
-        run_demo(options_of(tmp_path))
+    assert "LlamaForCausalLM" in json.loads(line)["error"]
 
 
 def test_engine_process_answers_what_it_refuses(folder: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from kvstore.core.keys import NO_PARENT, ChunkKey
+from kvstore.core.layout import Shard
 from kvstore.core.messages import (
     Attach,
     Body,
@@ -43,8 +44,18 @@ def nonsense(world: World, view: SessionView) -> None:
 
 
 def stranger(world: World, view: SessionView) -> None:
-    """A connection that never says who it is asks for something, and goes."""
-    guest = world.connect(view.shape, None)
+    """A connection that never says who it is asks for something, or one that isn't like the other
+    ranks wants to join them; and it goes."""
+    shape = view.shape
+    guest = world.connect(shape, 0 if world.rng.random() < 0.3 else None)
+    if guest.memory is not None:
+        shard = Shard(tp_rank=7, tp_size=world.rng.choice((8, 9)))
+        world.request(
+            guest.id,
+            Register(shape.engine, shape.tenant, shape.namespace, shape.layout, shard),
+        )
+        world.close(guest.id, lambda: None)
+        return
     message = world.rng.choice(
         (Lookup("r", _key(world.rng)), Release("r"), Cancel(1), SetRevision("r9"))
     )

@@ -28,22 +28,21 @@ ROOMY = Limits(host=TierLimits(16, HOST_SLAB_BYTES), nvme=TierLimits(16, NVME_SL
 class Script:
     """One world and the sessions in it. Every call waits for its answer."""
 
-    def __init__(self, limits: Limits = ROOMY) -> None:
-        self.world = World(Setting(limits, NONE, ()), seed=1)
+    def __init__(self, limits: Limits = ROOMY, seed: int = 1) -> None:
+        self.world = World(Setting(limits, NONE, ()), seed)
         self.world.start()
         self._requests = 0
 
     def engine(self, shape: EngineShape) -> list[SessionView]:
         """All workers of an engine, registered."""
-        views = []
-        for rank, shard in enumerate(shape.shards):
-            view = self.world.connect(shape, rank)
-            self.ask(
-                view,
-                Register(shape.engine, shape.tenant, shape.namespace, shape.layout, shard),
-            )
-            views.append(view)
-        return views
+        return [self.join(shape, rank) for rank in range(len(shape.shards))]
+
+    def join(self, shape: EngineShape, rank: int) -> SessionView:
+        """One worker of an engine, registered."""
+        view = self.world.connect(shape, rank)
+        shard = shape.shards[rank]
+        self.ask(view, Register(shape.engine, shape.tenant, shape.namespace, shape.layout, shard))
+        return view
 
     def keys(
         self, view: SessionView, tokens: list[int], context: KeyContext | None = None

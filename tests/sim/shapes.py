@@ -101,6 +101,7 @@ def draw_limits(rng: random.Random, roomy: bool) -> Limits:
         write_burst_s=rng.choice((2.0, 10.0)),
         admit_after=rng.choice((1, 1, 2)),
         sweep_entries=rng.choice((1, 3, 500)),
+        leases_max=rng.choice((3, 65_536, 65_536)),
         sessions_max=rng.choice((6, 1024, 1024)),
         nvme_retry_s=rng.choice((0.1, 30.0)),
     )

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from kvstore.core.keys import Adapter, ContentItem, KeyContext
 from kvstore.core.layout import Shard
 from kvstore.core.limits import TierLimits
-from kvstore.core.messages import Cancel, Retrieve, Store
+from kvstore.core.messages import Cancel, Lookup, LookupReply, Retrieve, Store
+from tests.sim.inside import check_inside
 from tests.sim.script import ROOMY, Script
 from tests.sim.shapes import (
     HOST_SLAB_BYTES,
     LAYOUTS,
+    NVME_SLAB_BYTES,
     RANKS,
     TOKENS_PER_CHUNK,
     EngineShape,
@@ -200,3 +203,83 @@ def test_many_retrieves_of_one_chunk_cost_one_read() -> None:
     script.world.run_until(lambda: len(ended) == 4)
     assert script.world.model.counts["read ok"] - before == 6
     assert script.world.model.counts["retrieved"] == 24
+
+
+def test_a_lookup_repeated_after_a_new_revision_is_a_miss() -> None:
+    """The request has a lease of the old revision's chunks; its answer must not live on."""
+    script = Script()
+    [view] = script.engine(shape())
+    keys = script.keys(view, TOKENS)
+    script.store(view, keys)
+    answers = []
+    for revision in ("r1", "r2"):
+        body = script.ask(view, Lookup("request", keys.data))
+        assert isinstance(body, LookupReply)
+        answers.append(body.chunks)
+        script.set_revision(view, revision)
+    assert answers == [6, 0]
+
+
+def test_an_engine_is_not_ready_while_a_lost_rank_is_still_being_let_go() -> None:
+    """Rank 0 is lost in the middle of a store, rank 1 leaves and comes back meanwhile: the engine
+    has one rank only, and nobody may be told otherwise."""
+    script = Script()
+    made = EngineShape("e", "blue", namespace("model"), LAYOUTS["small"], RANKS["two"])
+    first, second = script.engine(made)
+    ready = second.namespace
+    keys = script.keys(first, TOKENS)
+    message = Store("r", keys.data, 0, keys.parent, script.lend(first, 6))
+    script.world.request(first.id, message)
+    script.world.close(first.id, lambda: None)
+    script.world.close(second.id, lambda: None)
+    assert first.id not in script.world.model.detached
+    again = script.join(made, 1)
+    assert again.namespace == b""
+    script.rest()
+    assert first.id in script.world.model.detached
+    assert again.namespace == b""
+    script.join(made, 0)
+    assert again.namespace == ready != b""
+
+
+def test_a_cancel_does_not_wait_for_another_sessions_store() -> None:
+    """Two engines store one chunk; the second only waits for the first one's Move, and its own
+    blocks are free at once when it cancels."""
+    script = Script()
+    [first] = script.engine(shape("e1"))
+    [second] = script.engine(shape("e2"))
+    keys = script.keys(first, TOKENS)
+    ended: list[str] = []
+    numbers = []
+    for view in (first, second):
+        message = Store("r", keys.data, 0, keys.parent, script.lend(view, 6))
+        end = partial(_note, ended, view.shape.engine)
+        numbers.append(script.world.request(view.id, message, on_end=end))
+    script.world.request(second.id, Cancel(numbers[1]))
+    assert ended == ["e2"]
+    script.world.run_until(lambda: len(ended) == 2)
+    assert script.lookup(first, keys) == 6
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_slab_found_at_start_is_kept_though_its_first_slots_hold_nothing(seed: int) -> None:
+    """A start reports empty slots of a slab before the one that holds a chunk; a chunk of another
+    size, for which there is no slab left, must not take the slab for an empty one."""
+    limits = replace(ROOMY, nvme=TierLimits(1, NVME_SLAB_BYTES))
+    script = Script(limits, seed)
+    [view] = script.engine(shape())
+    keys = script.keys(view, TOKENS[:TOKENS_PER_CHUNK])
+    assert script.store(view, keys) == "1"
+    script.rest()
+    script.world.crash()
+    script.world.run_for(1.0)
+    [small] = script.engine(shape())
+    [large] = script.engine(shape("large", layout="large"))
+    check_inside(script.world.service, [small, large])
+    assert script.store(large, script.keys(large, TOKENS)) == "111111"
+    script.rest()
+    check_inside(script.world.service, [small, large])
+
+
+def _note(ended: list[str], engine: str, outcome: object) -> None:
+    ended.append(engine)

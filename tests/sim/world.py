@@ -66,12 +66,13 @@ class Setting:
     shapes: tuple[EngineShape, ...]
     roomy: bool = False
 
-    def one_size(self) -> bool:
-        """Whether all slots have one size, so that no slab is ever taken for another."""
+    def leases_hold(self) -> bool:
+        """Whether a lease keeps its hit whatever else goes on: all slots have one size, so that no
+        slab is ever taken for another, and leases don't end for want of room."""
         sizes = {
             -(-shape.layout.part_bytes(part) // 4096) for shape in self.shapes for part in Part
         }
-        return len(sizes - {0}) == 1
+        return len(sizes - {0}) == 1 and self.limits.leases_max > 1000
 
 
 class World:
@@ -322,10 +323,10 @@ class World:
         return self._counts()[0] + self._disturbances
 
     def losses(self) -> int:
-        """The same for reasons that a lease doesn't hold against: a loss, a clear, or a slab that
-        is taken for another slot size."""
+        """The same for reasons that a lease doesn't hold against: a loss, a clear, and where leases
+        may end early, an eviction."""
         both, drops = self._counts()
-        return self._disturbances + (drops if self.setting.one_size() else both)
+        return self._disturbances + (drops if self.setting.leases_hold() else both)
 
     def _counts(self) -> tuple[int, int]:
         """Evictions and disturbing drops together, and the latter alone."""

@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
+import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,11 +21,19 @@ from typing import Any
 import pytest
 from kvstore_transformers.config import small_model_folder
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, SETTINGS, RunningDaemon, private_environment
 
 PYTHON = os.environ.get("KVSTORE_VLLM_PYTHON", "")
 MODEL = Path(os.environ.get("KVSTORE_VLLM_MODEL", "") or small_model_folder())
 ANSWER_S = 600.0
+BIG = {
+    "KVSTORE_HOST_SIZE": "512MiB",
+    "KVSTORE_NVME_SIZE": "1GiB",
+    "KVSTORE_NVME_SLAB_SIZE": "64MiB",
+}
+"""Tiers for some thousand tokens of a small model in float32, 6 MB a chunk."""
+CHUNK = 128
+"""Tokens a chunk, with vLLM's block size on CPUs."""
 WITHOUT_VLLM = ("test_settings.py",)
 """Tests of what needs no vLLM: they run everywhere."""
 
@@ -109,6 +120,79 @@ class EngineProcess:
 StartEngine = Callable[..., EngineProcess]
 
 
+class Rig:
+    """One daemon and one engine that a whole session of tests shares, as each takes long to start.
+
+    ``fresh`` makes both as good as new: the daemon runs, the engine is registered, and neither
+    vLLM's blocks nor its prefix cache hold anything. Tests use prompts of their own.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        environment = private_environment(folder, SETTINGS | BIG)
+        self.daemon = RunningDaemon(folder, environment, ())
+        self.daemon.start()
+        extra = {"socket": self.daemon.socket, "load_timeout_s": 3.0, "store_timeout_s": 3.0}
+        arguments = {"model": str(MODEL), "engine": {}, "extra": extra}
+        self.engine = EngineProcess(arguments, folder / "engine.log")
+        self.engine.wait()
+
+    def fresh(self) -> None:
+        """Start over."""
+        process = self.daemon.process
+        if process is None or process.poll() is not None:
+            self.daemon.start()
+        self.engine.fresh()
+        assert self.engine.call("wait_ready")["ready"]
+
+    def written(self) -> None:
+        """Wait until everything that was stored is on NVMe too."""
+        self.daemon.wait_for_stats(
+            lambda s: not s["traffic"]["moves_in_flight"] and not s["traffic"]["write_backlog"]
+        )
+
+    def from_nvme(self) -> None:
+        """Restart the daemon, so that what was stored is on NVMe only."""
+        self.written()
+        self.daemon.kill()
+        self.fresh()
+
+    def nothing_is_left(self) -> dict[str, Any]:
+        """No block, request, transfer or lease; no error was swallowed. Gives the status."""
+        assert self.engine.call("settle")["settled"], self.engine.call("status")
+        status = self.engine.call("status")
+        names = ("blocks_used", "requests", "tracked", "held", "held_blocks", "wanted", "loads",
+                 "stores", "errors")  # fmt: skip
+        assert {name: status[name] for name in names} == dict.fromkeys(names, 0)
+        traffic = self.daemon.wait_for_stats(lambda s: not s["traffic"]["leases"])["traffic"]
+        assert traffic["sessions"] == 2, traffic
+        return status
+
+    def close(self) -> None:
+        """End both."""
+        self.engine.close()
+        process = self.daemon.process
+        if process is not None and process.poll() is None:
+            process.send_signal(signal.SIGCONT)
+            self.daemon.kill()
+
+
+@pytest.fixture(scope="session")
+def shared_rig() -> Iterator[Rig]:
+    """The session's rig, as the last test left it."""
+    folder = Path(tempfile.mkdtemp(prefix="kvt-"))
+    rig = Rig(folder)
+    yield rig
+    rig.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def rig(shared_rig: Rig) -> Rig:
+    """The session's rig, as good as new."""
+    shared_rig.fresh()
+    return shared_rig
+
+
 @pytest.fixture
 def start_engine(private_folder: Path) -> Iterator[StartEngine]:
     """Starts engines: ``start_engine(extra, model=..., space_gib=..., engine={...})``."""
@@ -129,3 +213,9 @@ def start_engine(private_folder: Path) -> Iterator[StartEngine]:
 def prompt(tag: str, lines: int) -> str:
     """A prompt that begins with its tag, about 15 tokens a line."""
     return f"{tag} " + " ".join(f"Line {i}: fox {tag} number {i * 7} jumps." for i in range(lines))
+
+
+def whole(engine: EngineProcess, text: str) -> int:
+    """Tokens of the whole chunks of a prompt but its last token, as an external hit has them."""
+    count: int = engine.call("tokens", prompt=text)["count"]
+    return (count - 1) // CHUNK * CHUNK

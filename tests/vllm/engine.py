@@ -5,8 +5,8 @@ argument is a JSON object: ``model``, ``engine`` (vLLM's arguments), ``extra`` (
 settings; null: no connector). The first line out is ``{"ready": true}``. Each line in is an
 operation, each answered by one line; everything that is printed goes to standard error.
 
-- ``run``: requests [{prompt (text or tokens), max_tokens, salt, params, abort_at}] -> texts, tokens,
-  cached, preemptions; all at once, steps until all have ended; ``abort_at`` counts steps;
+- ``run``: requests [{prompt (text or tokens), max_tokens, salt, params, abort_at}] -> texts,
+  tokens, cached, preemptions; all at once, steps until all have ended; ``abort_at`` counts steps;
   ``signals`` [{at, pid, number}] are sent before a step
 - ``settle``: steps until nothing is in flight -> steps
 - ``reset``: drop vLLM's own prefix cache -> done
@@ -98,6 +98,16 @@ class Engine:
         """How many tokens a prompt has."""
         return {"count": len(self.llm.get_tokenizer()(line["prompt"])["input_ids"])}
 
+    def encode(self, line: dict[str, Any]) -> dict[str, Any]:
+        """The tokens of a prompt."""
+        return {"tokens": self.llm.get_tokenizer()(line["prompt"])["input_ids"]}
+
+    def keys(self, line: dict[str, Any]) -> dict[str, Any]:
+        """The chunk keys of a prompt, in hexadecimal."""
+        tokens = self.llm.get_tokenizer()(line["prompt"])["input_ids"]
+        keys = self.scheduler.connector._scheduler._session.keys(tokens)
+        return {"keys": [key.hex() for key in keys]}
+
     def reset(self, line: dict[str, Any]) -> dict[str, Any]:
         """Drop vLLM's own prefix cache."""
         return {"done": bool(self.llm.reset_prefix_cache())}
@@ -120,9 +130,9 @@ class Engine:
             "wanted": len(side._wanted),
             "loads": len(worker._loads),
             "stores": len(worker._stores),
-            "errors": self.scheduler.connector._errors._data.get("errors", 0),
+            "errors": self.scheduler.connector._errors.totals.get("errors", 0),
             "ready": session is not None and session.state().ready,
-            "counts": worker.counts._data | side.counts._data,
+            "counts": worker.counts.totals | side.counts.totals,
         }
 
     def wait_ready(self, line: dict[str, Any]) -> dict[str, Any]:

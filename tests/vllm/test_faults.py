@@ -1,0 +1,117 @@
+"""What goes wrong at the daemon, and what a vLLM engine does then: it serves on, the same text."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvstore.codecs import base as codecs
+from kvstore.core.errors import ChunkCorruptError
+from tests.vllm.conftest import CHUNK, Rig, prompt, whole
+
+STOP_S = 20.0
+
+
+def damage(folder: Path, key: bytes) -> int:
+    """Flip one byte of the payload of every slot that holds a chunk; how many there were."""
+    found = 0
+    for path in folder.glob("slab_*_*.kv"):
+        slot_bytes = int(path.stem.split("_")[2])
+        with path.open("r+b") as file:
+            for offset in range(0, path.stat().st_size, slot_bytes):
+                file.seek(offset)
+                with contextlib.suppress(ChunkCorruptError):
+                    header, payload = codecs.unpack(file.read(codecs.HEADER_BYTES))
+                    if header.key == key:
+                        place = offset + codecs.HEADER_BYTES + payload.stored_bytes // 2
+                        file.seek(place)
+                        byte = file.read(1)[0]
+                        file.seek(place)
+                        file.write(bytes([byte ^ 1]))
+                        found += 1
+    return found
+
+
+@pytest.mark.parametrize("where", ["first", "middle", "last"])
+def test_chunk_that_fails_its_checksum_is_computed(rig: Rig, where: str) -> None:
+    """A byte on NVMe is flipped in the first, a middle or the last chunk of a hit. The load names
+    the blocks, vLLM computes from there, the text is the same; the request isn't offered the chunk
+    again (one failed load), and afterwards everything is stored anew. Field case 22."""
+    text = prompt(f"damaged {where}", 40)
+    cold = rig.engine.run({"prompt": text})[0]
+    chunks = whole(rig.engine, text) // CHUNK
+    keys = rig.engine.call("keys", prompt=text)["keys"]
+    place = {"first": 0, "middle": chunks // 2, "last": chunks - 1}[where]
+    before = rig.nothing_is_left()["counts"].get("load_failures", 0)
+    rig.written()
+    rig.daemon.stop()
+    assert damage(rig.daemon.nvme, bytes.fromhex(keys[place])) == 1
+    rig.fresh()
+    loaded = rig.engine.run({"prompt": text})[0]
+    assert loaded["tokens"] == cold["tokens"]
+    status = rig.nothing_is_left()
+    assert status["counts"]["load_failures"] == before + 1
+    rig.engine.fresh()
+    again = rig.engine.run({"prompt": text})[0]
+    assert (again["tokens"], again["cached"]) == (cold["tokens"], chunks * CHUNK)
+    rig.nothing_is_left()
+
+
+def test_two_requests_that_share_a_damaged_chunk_are_both_computed(rig: Rig) -> None:
+    """Both wait for the same chunk, both are told, both give the text of a cold run. Field case
+    22."""
+    shared = prompt("shared damage", 30)
+    texts = [shared + " Tell me more.", shared + " What comes next?"]
+    cold = [rig.engine.run({"prompt": text, "salt": "s"})[0] for text in texts]
+    keys = rig.engine.call("keys", prompt=shared)["keys"]
+    rig.engine.fresh()
+    stored = [rig.engine.run({"prompt": text})[0] for text in texts]
+    rig.written()
+    rig.daemon.stop()
+    assert damage(rig.daemon.nvme, bytes.fromhex(keys[1])) == 1
+    rig.fresh()
+    loaded = rig.engine.run(*({"prompt": text} for text in texts))
+    assert [r["tokens"] for r in loaded] == [r["tokens"] for r in cold]
+    assert [r["tokens"] for r in stored] == [r["tokens"] for r in cold]
+    rig.nothing_is_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("when", ["load", "store", "idle"])
+def test_daemon_that_goes_away(rig: Rig, when: str, number: signal.Signals) -> None:
+    """The daemon is killed, or stopped for a while, in the step after which a load or a store is
+    asked for, or while nothing is under way. No request fails or hangs, the others go on meanwhile,
+    all texts are right, and the engine finds the daemon again. Field cases 39, 52, 53."""
+    text = prompt(f"gone {when} {number}", 30)
+    others = [prompt(f"other {when} {number} {i}", 6) for i in range(3)]
+    cold = rig.engine.run(*({"prompt": t, "salt": "s"} for t in (text, *others)))
+    rig.engine.fresh()
+    if when == "load":
+        rig.engine.run({"prompt": text})
+        rig.from_nvme()
+    pid = rig.daemon.pid
+    requests = [{"prompt": t} for t in (text, *others)]
+    if when == "idle":
+        rig.daemon.process.send_signal(number)  # type: ignore[union-attr]
+        signals = []
+    else:
+        signals = [{"at": 1, "pid": pid, "number": int(number)}]
+    timer = threading.Timer(STOP_S, lambda: rig.daemon.process.send_signal(signal.SIGCONT))  # type: ignore[union-attr]
+    if number == signal.SIGSTOP:
+        timer.start()
+    found = rig.engine.run(*requests, signals=signals)
+    assert [r["tokens"] for r in found] == [r["tokens"] for r in cold]
+    assert {r["reason"] for r in found} == {"length"}
+    if number == signal.SIGSTOP:
+        firsts = [r["first_s"] for r in found[1:]]
+        assert max(firsts) < STOP_S - 1, firsts
+        timer.join()
+    rig.fresh()
+    assert rig.engine.run({"prompt": text})[0]["tokens"] == cold[0]["tokens"]
+    rig.engine.fresh()
+    assert rig.engine.run({"prompt": text})[0]["cached"] == whole(rig.engine, text)
+    rig.nothing_is_left()
