@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,6 +94,28 @@ def found(tier: NvmeTier) -> dict[int, int]:
         for slot in scanned(tier)
         if slot.header is not None
     }
+
+
+KINDS = ("folder", "pipe", "link", "link to nothing")
+"""What may have a file's name and is none."""
+
+
+def make_odd(path: Path, kind: str, target: Path) -> None:
+    """Put one of KINDS at a path; links lead to ``target``."""
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(target if kind == "link" else target.with_name("nothing"))
+
+
+def remove_odd(path: Path) -> None:
+    """Remove what ``make_odd`` put there."""
+    if path.is_dir() and not path.is_symlink():
+        path.rmdir()
+    else:
+        path.unlink()
 
 
 def crash_and_reopen(tier: NvmeTier) -> NvmeTier:

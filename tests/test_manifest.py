@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ from kvstore.core.messages import Place, SpaceRecord, TierName
 from kvstore.testing import pattern, sample_header, scanned
 from kvstore.tiers import manifest
 from kvstore.tiers.nvme import NvmeTier
+from tests.nvme_bench import KINDS, make_odd, remove_odd
 
 SPACES = (
-    SpaceRecord("tenänt\ud800", bytes(range(32)), "org/model", "alias", 7),
+    SpaceRecord("tenänt", bytes(range(32)), "org/model", "alias", 7),
     SpaceRecord("other", bytes(32), "", "", 1 << 40),
 )
 SLAB_BYTES = 65_536
@@ -159,6 +161,73 @@ def test_manifest_of_another_kind_is_refused(tmp_path: Path, text: str, word: st
         assert "\n" not in str(caught.value)
         assert "empty the folder" in str(caught.value)
     assert (tmp_path / "manifest.json").read_text(encoding="latin-1") == text
+
+
+def edited(**changes: object) -> str:
+    """A good manifest with other values, at its top or in its space."""
+    space = {"tenant": "t", "namespace": "00" * 32, "model": "m", "alias": "", "epoch": 0}
+    top = {"format": "kvstore/nvme/1", "slab_bytes": SLAB_BYTES, "clean": True}
+    inner = space | {name: changes[name] for name in space if name in changes}
+    outer = top | {name: changes[name] for name in top if name in changes}
+    return json.dumps(outer | {"spaces": changes.get("spaces", [inner])})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slab_bytes": 0}, {"slab_bytes": -4096}, {"slab_bytes": 4096}, {"slab_bytes": 10_000},
+        {"slab_bytes": 1 << 60}, {"slab_bytes": float("inf")}, {"slab_bytes": "65536"},
+        {"slab_bytes": True}, {"slab_bytes": 65536.5},
+        {"epoch": -1}, {"epoch": 1 << 63}, {"epoch": float("inf")}, {"epoch": 1.5},
+        {"epoch": False}, {"namespace": "ab"}, {"namespace": "zz"}, {"namespace": 5},
+        {"tenant": None}, {"tenant": "é" * 65}, {"tenant": "a\nb"}, {"model": "\ud800x"},
+        {"model": "\x1b[2J"}, {"alias": "a" * 1025}, {"spaces": "none"}, {"spaces": 7},
+    ],
+)  # fmt: skip
+def test_values_that_no_daemon_writes_are_damage(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Somebody edited the manifest: what the wire or a header can't hold is refused at start, not
+    found out by every ``kvstore stats`` later."""
+    (tmp_path / "manifest.json").write_text(edited(**changes))
+    with pytest.raises(ConfigError, match="is damaged") as caught:
+        opened(tmp_path)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "manifest.json").write_text(edited(epoch=(1 << 63) - 1))
+    opened(tmp_path).close()
+
+
+def test_one_namespace_with_two_epochs_is_damage(tmp_path: Path) -> None:
+    """The lower one could bring back what was cleared."""
+    spaces = json.loads(edited())["spaces"]
+    (tmp_path / "manifest.json").write_text(edited(spaces=[spaces[0], spaces[0] | {"epoch": 4}]))
+    with pytest.raises(ConfigError, match="is damaged"):
+        opened(tmp_path)
+
+
+def test_manifest_of_brackets_is_damage(tmp_path: Path) -> None:
+    """Nested deeper than a parser goes."""
+    (tmp_path / "manifest.json").write_text("[" * 200_000)
+    with pytest.raises(ConfigError, match="is damaged"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "manifest.json.tmp", "lock"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_is_neither_waited_for_nor_followed(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    """A folder, a pipe or a symbolic link has one of the tier's names: one line, nothing hangs,
+    nothing is written elsewhere, and no descriptor or lock stays behind."""
+    folder, elsewhere = tmp_path / "nvme", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.write_text("mine")
+    make_odd(folder / name, kind, elsewhere)
+    before = sorted(os.listdir("/proc/self/fd"))
+    with pytest.raises(TierUnavailableError, match=f"can't be opened: {name}: "):
+        opened(folder)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert elsewhere.read_text() == "mine"
+    remove_odd(folder / name)
+    opened(folder).close()
 
 
 def test_other_slab_size_is_refused_with_the_way_on(tmp_path: Path) -> None:

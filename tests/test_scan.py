@@ -85,6 +85,22 @@ def test_unreadable_slot_does_not_end_the_scan(tier: NvmeTier, io: FaultyIO) -> 
         assert found(tier) == {n: n + 1 for n in range(8) if n != 3}
 
 
+def test_slab_that_cannot_be_opened_does_not_end_the_scan(
+    tier: NvmeTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One slab file of three can't be opened (here it was removed just now; a dying disk does the
+    same): its slots are free, those of the others are found."""
+    for number in (0, 8, 16):
+        put(tier, number, number + 1)
+    tier.close()
+    tier.open()
+    (tier.folder / "slab_1_16384.kv").unlink()
+    slots = scanned(tier)
+    assert len({slot.place for slot in slots}) == len(slots) == 24
+    assert found(tier) == {0: 1, 16: 17}
+    assert "slab 1" in caplog.text
+
+
 def test_clean_stop_keeps_everything_and_reads_headers_only(tier: NvmeTier, io: FaultyIO) -> None:
     """Field case 60: after a clean stop all chunks are found by one small read a slot."""
     for number in range(16):

@@ -13,6 +13,7 @@ from kvstore.config import load
 from kvstore.core.errors import ConfigError
 from kvstore.machine import DiskFacts, MemoryFacts
 from kvstore.sizing import Config, Machine, NvmeFolder, fit
+from kvstore.tiers import manifest
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -142,7 +143,7 @@ def test_existing_folder_keeps_its_slab_size_and_its_slabs(tmp_path: Path) -> No
 
 def test_folder_is_looked_at_without_being_touched(tmp_path: Path) -> None:
     """A daemon may be using it, so even a half-written manifest beside the real one stays."""
-    (tmp_path / "manifest.json").write_text('{"slab_bytes": 1048576}')
+    manifest.save(tmp_path, manifest.Manifest(MIB, clean=False))
     (tmp_path / "manifest.json.tmp").write_text("half")
     (tmp_path / "slab_7_8192.kv").write_bytes(bytes(8192))
     found = sizing.nvme_folder(tmp_path)
@@ -150,3 +151,21 @@ def test_folder_is_looked_at_without_being_touched(tmp_path: Path) -> None:
     assert found.used_bytes > 0
     assert (tmp_path / "manifest.json.tmp").exists()
     assert sizing.nvme_folder(tmp_path / "none") == NvmeFolder()
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"slab_bytes": Infinity}', "", "null"])
+def test_damaged_manifest_counts_as_none(tmp_path: Path, text: str) -> None:
+    """The tier says what is wrong when it opens; sizing has nothing to say about it."""
+    (tmp_path / "manifest.json").write_text(text)
+    (tmp_path / "slab_²_8192.kv").write_bytes(bytes(8192))
+    assert sizing.nvme_folder(tmp_path).slab_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["slab_999999999_8192.kv", "slab_9999999999_8192.kv"])
+def test_one_name_does_not_turn_the_tier_off(tmp_path: Path, name: str) -> None:
+    """A file is called like a slab far beyond any disk: the daemon removes it or leaves it alone,
+    and the tier has its automatic size."""
+    manifest.save(tmp_path, manifest.Manifest(MIB, clean=False))
+    (tmp_path / name).write_bytes(bytes(8192))
+    folder = sizing.nvme_folder(tmp_path)
+    assert fitted(tmp_path, machine(folder=folder)).nvme.size == 20 * GIB

@@ -22,6 +22,7 @@ from kvstore.testing import pattern, scanned
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.slabs import BlockIO, DirectIO, SlabFolder
 from tests.nvme_bench import (
+    KINDS,
     PAYLOAD_BYTES,
     SLAB_BYTES,
     SLABS,
@@ -31,6 +32,7 @@ from tests.nvme_bench import (
     found,
     header,
     holds,
+    make_odd,
     place,
     put,
 )
@@ -269,6 +271,34 @@ def test_unknown_names_are_left_alone_and_named(
     tier.close()
     assert all((tmp_path / name).read_text() == "mine" for name in names)
     assert all(name in caplog.text for name in names)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_costs_only_its_own_slab(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder, a pipe or a link has a slab's name. Every chunk beside it is found, a write there
+    is refused, and whatever it is stays as it is."""
+    tier = NvmeTier(tmp_path / "nvme", SLABS, SLAB_BYTES)
+    tier.open()
+    for number in range(8):
+        put(tier, number, number + 1)
+    tier.close()
+    odd, elsewhere = tier.folder / "slab_1_16384.kv", tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"mine")
+    make_odd(odd, kind, elsewhere)
+    make_odd(tier.folder / "slab_0_8192.kv", kind, elsewhere)
+    mode = odd.lstat().st_mode
+    tier.open()
+    assert found(tier) == {number: number + 1 for number in range(8)}
+    assert "left alone 2 unknown names: slab_0_8192.kv, slab_1_16384.kv" in caplog.text
+    with pytest.raises(TierUnavailableError, match=r"slab_1_16384\.kv"):
+        put(tier, 8, 9)
+    put(tier, 16, 17)
+    assert holds(tier, 16, 17)
+    assert odd.lstat().st_mode == mode
+    assert elsewhere.read_bytes() == b"mine"
+    tier.close()
 
 
 def test_second_daemon_is_kept_out(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 from kvstore.core.errors import ChunkCorruptError, ConfigError, TierUnavailableError
 from kvstore.core.messages import ChunkHeader, Place, SpaceRecord, TierName
 from kvstore.testing.samples import pattern, sample_header
+from kvstore.tiers import manifest
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.verify import FolderCheck, FolderReport, Verdict
 from tests.conftest import private_environment, run_kvstore
+from tests.nvme_bench import KINDS, make_odd, remove_odd
 
 PAYLOAD_BYTES = 8192
 SLOT_BYTES = 4096 + PAYLOAD_BYTES
@@ -155,6 +158,75 @@ def test_repair_erases_what_a_daemon_would_drop(tier: NvmeTier) -> None:
     out = pattern(0, PAYLOAD_BYTES)
     tier.read(place(0), kept, out)
     assert bytes(out) == bytes(pattern(1, PAYLOAD_BYTES))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["slab_0_x.kv", "slab_3_0.kv", f"slab_3_{1 << 50}.kv", "slab_3_4096_9.kv", "slab_²_8192.kv",
+     "slab_01_8192.kv", "slab_3_8193.kv"],
+)  # fmt: skip
+def test_names_that_are_no_slabs_are_left_out(tier: NvmeTier, name: str) -> None:
+    """As a daemon leaves them alone; the report names them."""
+    put(tier, 0, root(1))
+    (tier.folder / name).write_bytes(b"x" * 9000)
+    report = check(tier, repair=True)
+    assert counts(report) == {"valid": 1, "empty": 3}
+    assert report.ignored == [name]
+    assert (tier.folder / name).read_bytes() == b"x" * 9000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_is_left_out(tier: NvmeTier, tmp_path: Path, kind: str) -> None:
+    """A folder, a pipe or a link with a slab's name: nothing hangs and nothing is followed."""
+    put(tier, 0, root(1))
+    (tmp_path / "elsewhere").write_bytes(b"x" * SLAB_BYTES)
+    make_odd(tier.folder / "slab_1_8192.kv", kind, tmp_path / "elsewhere")
+    report = check(tier)
+    assert counts(report) == {"valid": 1, "empty": 3}
+    assert report.ignored == ["slab_1_8192.kv"]
+
+
+def test_of_two_files_of_a_slab_the_newer_counts(tier: NvmeTier) -> None:
+    """A daemon would remove the other."""
+    put(tier, 0, root(1))
+    other = tier.folder / "slab_0_8192.kv"
+    other.write_bytes(bytes(SLAB_BYTES))
+    os.utime(other, (1, 1))
+    report = check(tier)
+    assert counts(report) == {"valid": 1, "empty": 3}
+    assert report.ignored == [other.name]
+
+
+def test_slots_beyond_the_files_end_are_not_walked(tier: NvmeTier) -> None:
+    """The manifest says that a slab has a terabyte, its file has one chunk: the slots that aren't
+    there are empty, all at once."""
+    put(tier, 0, root(1))
+    tier.close()
+    found = manifest.load(tier.folder)
+    assert found is not None
+    manifest.save(tier.folder, replace(found, slab_bytes=1 << 40))
+    with FolderCheck(tier.folder) as checked:
+        report = checked.run(repair=False)
+    assert counts(report) == {"valid": 1, "empty": (1 << 40) // SLOT_BYTES - 1}
+    assert report.read_bytes < SLAB_BYTES
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "lock"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_manifest_or_lock_that_is_no_file_is_refused(
+    tier: NvmeTier, tmp_path: Path, name: str, kind: str
+) -> None:
+    """One line, and no lock stays behind."""
+    tier.close()
+    content = (tier.folder / name).read_bytes()
+    (tier.folder / name).unlink()
+    make_odd(tier.folder / name, kind, tmp_path)
+    with pytest.raises(TierUnavailableError, match=f"can't be checked: {name}: "):
+        FolderCheck(tier.folder).__enter__()
+    remove_odd(tier.folder / name)
+    (tier.folder / name).write_bytes(content)
+    with FolderCheck(tier.folder):
+        pass
 
 
 def test_folder_in_use_is_refused(tier: NvmeTier) -> None:

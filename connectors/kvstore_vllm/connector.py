@@ -28,9 +28,10 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 from vllm.version import __version__ as vllm_version
 
-from kvstore import Client, KVStoreError, LayoutMismatchError
+from kvstore import Client, KVStoreError
 from kvstore_vllm.allocation import SharedAllocation
 from kvstore_vllm.config import settings_from
+from kvstore_vllm.identity import check_engine
 from kvstore_vllm.layout import group_shapes, tokens_per_chunk
 from kvstore_vllm.metrics import Counts, KVStoreMetrics, KVStoreStats
 from kvstore_vllm.orders import Orders
@@ -238,8 +239,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             groups = group_shapes(self._kv_cache_config)
             chunk = tokens_per_chunk(groups, settings.tokens_per_chunk)
-            if config.parallel_config.nnodes > 1:
-                raise LayoutMismatchError("an engine across nodes isn't supported")
+            check_engine(config)
             self._client = Client(
                 settings.socket,
                 credential=settings.credential,

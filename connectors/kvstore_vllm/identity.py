@@ -19,8 +19,10 @@ from vllm.version import __version__ as vllm_version
 
 from kvstore import LayoutMismatchError, Namespace
 
-BACKENDS = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
-"""Attention backends whose blocks are known to hold nothing but the KV of their own tokens."""
+BACKENDS = ("CPU_ATTN",)
+"""Attention backends that were tried: their blocks hold nothing but the KV of their own tokens, and
+they compute the rest of a prompt behind a prefix. (vLLM's reference CPU_MLA doesn't: behind a prefix
+it gives other text, which is why vLLM turns its own prefix cache off there.)"""
 CONTENT_BYTES_MAX = 8 << 30
 """Weights up to this size are hashed whole, about half a second a GiB."""
 _VOLATILE = ("_name_or_path", "_commit_hash", "transformers_version", "architectures_hash")
@@ -40,6 +42,22 @@ def namespace_of(config: VllmConfig, dtype: str, revision: str) -> Namespace:
         config=config_digest(config),
         alias=served if isinstance(served, str) else (served or [""])[0],
     )
+
+
+def check_engine(config: VllmConfig) -> None:
+    """Raise LayoutMismatchError, in one line, for an engine whose KV can't be reused."""
+    parallel = config.parallel_config
+    if not config.cache_config.enable_prefix_caching:
+        raise LayoutMismatchError(
+            "engine: vLLM's prefix caching is off, by its user or because the attention backend "
+            "can't compute behind a prefix"
+        )
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise LayoutMismatchError("engine: context parallelism isn't supported")
+    if parallel.nnodes > 1:
+        raise LayoutMismatchError(
+            f"engine: it spans {parallel.nnodes} nodes; this version serves engines on one"
+        )
 
 
 def config_digest(config: VllmConfig) -> str:
@@ -94,7 +112,7 @@ def _format(config: VllmConfig, dtype: str) -> str:
             raise LayoutMismatchError(
                 f"namespace: attention backend {backend}; supported are {', '.join(BACKENDS)}"
             )
-        kinds.add(f"{backend}:{layer.isa}" if backend == "CPU_ATTN" else backend)
+        kinds.add(f"{backend}:{layer.isa}")
     layout = config.cache_config.get_resolved_kv_cache_layout().name
     return f"vllm-cpu-{vllm_version}/{layout}/{'+'.join(sorted(kinds))}/{dtype}"
 

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvstore import Client, KVStoreError, LayoutMismatchError, Shard, Ticket, WorkerSession
 from kvstore_vllm.allocation import SharedAllocation
 from kvstore_vllm.config import Settings
-from kvstore_vllm.identity import namespace_of
+from kvstore_vllm.identity import check_engine, namespace_of
 from kvstore_vllm.layout import describe, group_shapes, tokens_per_chunk
 from kvstore_vllm.metrics import Counts
 from kvstore_vllm.orders import GroupIDs, Load, Orders, Report, Store
@@ -144,9 +144,7 @@ class WorkerSide:
         memory = self._allocation.memory
         if memory is None:
             raise LayoutMismatchError(self._allocation.reason)
-        parallel = self._config.parallel_config
-        if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-            raise LayoutMismatchError("layout: context parallelism isn't supported")
+        check_engine(self._config)
         shapes = group_shapes(self._kv_config)
         chunk = tokens_per_chunk(shapes, self._settings.tokens_per_chunk)
         layout = describe(self._kv_config, views, self._allocation.base, chunk)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from kvstore.core.errors import TierUnavailableError
+from kvstore.tiers.regular_file import open_regular
 
 FILE_NAME = "lock"
 
@@ -23,9 +24,8 @@ class FolderLock:
 
     def acquire(self) -> None:
         """Take the lock. Raises TierUnavailableError, naming folder and holder, if another has
-        it."""
-        path = self._folder / FILE_NAME
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        it, and OSError where the lock file can't be had."""
+        fd = open_regular(self._folder / FILE_NAME, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -25,12 +25,19 @@ from typing import Any
 
 from kvstore.core.errors import ConfigError
 from kvstore.core.messages import SpaceRecord
+from kvstore.tiers.regular_file import open_regular
 
 FORMAT = "kvstore/nvme/1"
 FILE_NAME = "manifest.json"
 RESERVE_NAME = "reserve"
 RESERVE_BYTES = 256 << 10
 """Room for the records of a thousand namespaces."""
+SLAB_BYTES_MIN, SLAB_BYTES_MAX, SLAB_STEP_BYTES = 8192, 1 << 40, 4096
+EPOCH_MAX = (1 << 63) - 1
+NAMESPACE_BYTES = 32
+TENANT_BYTES_MAX = 128
+NAME_CHARACTERS_MAX = 1024
+"""Of a model or alias, as the engine link takes them."""
 
 _TEMPORARY = "manifest.json.tmp"
 
@@ -46,35 +53,26 @@ class Manifest:
 
 def load(folder: Path) -> Manifest | None:
     """The folder's manifest, or None where there is none. Raises ConfigError, saying what to do,
-    for a file that this version can't read. (A temporary file that a crash left goes with the
-    next save.)"""
+    for a file that this version can't read or that says what no daemon writes, and OSError where
+    there is none to be read. (A temporary file that a crash left goes with the next save.)"""
     path = folder / FILE_NAME
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        with os.fdopen(open_regular(path, os.O_RDONLY), encoding="utf-8") as file:
+            data = json.load(file)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise ConfigError(
-            f"nvme: {path} is damaged ({error}); empty the folder or choose another to start "
-            "with an empty tier"
-        ) from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, str(error)) from error
     found = data.get("format") if isinstance(data, dict) else None
     if found != FORMAT:
         raise ConfigError(
-            f"nvme: {path} has format {found!r}, this version reads {FORMAT!r}; use the version "
-            "that wrote it, or empty the folder or choose another"
+            f"nvme: {path} has format {found!r:.80}, this version reads {FORMAT!r}; use the "
+            "version that wrote it, or empty the folder or choose another"
         )
     try:
-        return Manifest(
-            slab_bytes=int(data["slab_bytes"]),
-            clean=data["clean"] is True,
-            spaces=tuple(_space(item) for item in data["spaces"]),
-        )
+        return _manifest(data)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"nvme: {path} is damaged ({error!r}); empty the folder or choose another to start "
-            "with an empty tier"
-        ) from error
+        raise _damaged(path, repr(error)) from error
 
 
 def save(folder: Path, manifest: Manifest) -> None:
@@ -101,7 +99,7 @@ def save(folder: Path, manifest: Manifest) -> None:
 
 def _replace(folder: Path, content: bytes) -> None:
     temporary = folder / _TEMPORARY
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    fd = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     with os.fdopen(fd, "wb") as file:
         file.write(content)
         file.flush()
@@ -112,7 +110,7 @@ def _replace(folder: Path, content: bytes) -> None:
 
 def _reserve(folder: Path) -> None:
     """Hold room for the next save; on a full disk it stays as short as the room that is left."""
-    fd = os.open(folder / RESERVE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = open_regular(folder / RESERVE_NAME, os.O_RDWR | os.O_CREAT)
     try:
         if os.fstat(fd).st_size < RESERVE_BYTES:
             os.posix_fallocate(fd, 0, RESERVE_BYTES)
@@ -129,11 +127,46 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def _manifest(data: dict[str, Any]) -> Manifest:
+    """What the file says, each value within its range; raises KeyError, TypeError or ValueError."""
+    slab_bytes = _number(data["slab_bytes"], SLAB_BYTES_MIN, SLAB_BYTES_MAX)
+    if slab_bytes % SLAB_STEP_BYTES:
+        raise ValueError(f"{slab_bytes} is no multiple of {SLAB_STEP_BYTES}")
+    spaces = tuple(_space(item) for item in data["spaces"])
+    if len({(space.tenant, space.namespace) for space in spaces}) < len(spaces):
+        raise ValueError("a namespace is there twice")
+    return Manifest(slab_bytes, data["clean"] is True, spaces)
+
+
 def _space(item: dict[str, Any]) -> SpaceRecord:
+    namespace = bytes.fromhex(item["namespace"])
+    tenant = _name(item["tenant"])
+    if len(namespace) != NAMESPACE_BYTES or len(tenant.encode("utf-8")) > TENANT_BYTES_MAX:
+        raise ValueError(f"{len(namespace)} bytes of namespace, tenant {tenant!r:.80}")
     return SpaceRecord(
-        tenant=str(item["tenant"]),
-        namespace=bytes.fromhex(item["namespace"]),
-        model=str(item["model"]),
-        alias=str(item["alias"]),
-        epoch=int(item["epoch"]),
+        tenant=tenant,
+        namespace=namespace,
+        model=_name(item["model"]),
+        alias=_name(item["alias"]),
+        epoch=_number(item["epoch"], 0, EPOCH_MAX),
+    )
+
+
+def _number(value: object, least: int, most: int) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{value!r:.80} is no number of {least} to {most}")
+    return value
+
+
+def _name(value: object) -> str:
+    """A name that can be shown: whatever prints is in UTF-8."""
+    if type(value) is not str or len(value) > NAME_CHARACTERS_MAX or not value.isprintable():
+        raise ValueError(f"{value!r:.80} is no name")
+    return value
+
+
+def _damaged(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"nvme: {path} is damaged ({why}); empty the folder or choose another to start with an "
+        "empty tier"
     )

@@ -291,7 +291,8 @@ class NvmeTier:
 def _mapped(error: OSError, what: str) -> CapacityError | TierUnavailableError:
     if error.errno in _FULL:
         return CapacityError(f"nvme: {what}: the device is full ({error.strerror})")
-    return TierUnavailableError(f"nvme: {what}: {error.strerror or error}")
+    where = f"{Path(error.filename).name}: " if error.filename else ""
+    return TierUnavailableError(f"nvme: {what}: {where}{error.strerror or error}")
 
 
 def _name(place: Place) -> str:

@@ -196,7 +196,7 @@ def tenants_share(patch: Patch) -> None:
     patch(
         Spaces,
         "enter",
-        lambda self, record, shards: enter(self, replace(record, tenant="all"), shards),
+        lambda self, record, *facts: enter(self, replace(record, tenant="all"), *facts),
     )
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+import kvstore.core.spaces as spaces
 from kvstore.core.transfers import Transfers
 from tests.sim.errors import SimulationError
 from tests.sim.run import simulate
@@ -51,6 +52,16 @@ def test_fresh_seeds_pass() -> None:
     first = random.SystemRandom().randrange(1 << 40)
     for seed in range(first, first + FRESH):
         simulate(seed, steps=250)
+
+
+def test_seeds_pass_where_only_two_namespaces_may_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines and new revisions are refused, or take the place of namespaces that nobody uses."""
+    monkeypatch.setattr(spaces, "SPACES_MAX", 2)
+    total: Counter[str] = Counter()
+    for seed in range(600, 612):
+        total.update(simulate(seed, steps=250))
+    assert total["refused Register"]
+    assert total["retrieved"]
 
 
 def test_a_seed_tells_the_same_story_each_time() -> None:

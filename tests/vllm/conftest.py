@@ -139,7 +139,8 @@ class Rig:
     def fresh(self) -> None:
         """Start over."""
         process = self.daemon.process
-        if process is None or process.poll() is not None:
+        if process is not None and process.poll() is not None:
+            self.daemon.wait()
             self.daemon.start()
         self.engine.fresh()
         assert self.engine.call("wait_ready")["ready"]

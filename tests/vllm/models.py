@@ -23,6 +23,7 @@ def hybrid() -> Any:
             num_attention_heads=4, num_key_value_heads=2, head_dim=32, sliding_window=WINDOW,
             layer_types=kinds * 2, max_position_embeddings=8192, query_pre_attn_scalar=32,
             initializer_range=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            tie_word_embeddings=False,
         )
     )  # fmt: skip
 
@@ -38,6 +39,7 @@ def mla() -> Any:
             qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64, first_k_dense_replace=3,
             n_routed_experts=2, moe_intermediate_size=64, max_position_embeddings=8192,
             initializer_range=0.1, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            tie_word_embeddings=False,
         )
     )  # fmt: skip
 

@@ -1,0 +1,83 @@
+"""Models of other kinds, tiny and with random weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+from tests.conftest import ROOT, StartDaemon
+from tests.vllm.conftest import BIG, CHUNK, MODEL, PYTHON, StartEngine, prompt, whole
+
+LONG = {"max_model_len": 8192, "max_num_batched_tokens": 2048, "num_gpu_blocks_override": 160}
+
+
+def tiny(kind: str, folder: Path) -> str:
+    """Write a model; its folder."""
+    target = folder / kind
+    done = subprocess.run(
+        [PYTHON, "-m", "tests.vllm.models", kind, str(target), str(MODEL)],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return str(target)
+
+
+def test_sliding_windows_beside_full_attention(
+    start_daemon: StartDaemon, start_engine: StartEngine, private_folder: Path
+) -> None:
+    """Prefill goes in chunks of 2,048 tokens with a window of 128, in little memory, while the
+    daemon is stopped in the middle of stores: blocks that slide out of the window are wanted by
+    other requests, and none that a store still reads is given to them. Texts are those of an engine
+    without the cache, cold and with external hits."""
+    daemon = start_daemon(**BIG)
+    model = tiny("hybrid", private_folder)
+    texts = [prompt(f"hybrid {number}", 190 + 10 * number) for number in range(6)]
+    requests = [{"prompt": text, "max_tokens": 24} for text in texts]
+    plain = start_engine(None, model=model, engine=LONG)
+    wanted = [plain.run(request)[0]["tokens"] for request in requests]
+    full = [whole(plain, text) for text in texts]
+    assert len({str(tokens) for tokens in wanted}) == len(texts)
+    plain.close()
+    engine = start_engine({"socket": daemon.socket}, model=model, engine=LONG)
+    assert engine.call("wait_ready")["ready"]
+    stops = [(2, signal.SIGSTOP), (14, signal.SIGCONT), (16, signal.SIGSTOP), (60, signal.SIGCONT)]
+    signals = [{"at": at, "pid": daemon.pid, "number": int(number)} for at, number in stops]
+    cold = engine.run(*requests, signals=signals)
+    daemon.process.send_signal(signal.SIGCONT)  # type: ignore[union-attr]
+    assert [r["tokens"] for r in cold] == wanted
+    hits = 0
+    for _ in range(2):
+        engine.fresh()
+        for request, tokens, most in zip(requests, wanted, full, strict=True):
+            found = engine.run(request)[0]
+            assert found["tokens"] == tokens
+            assert found["cached"] <= most
+            hits += found["cached"] == most
+            engine.fresh()
+    assert hits >= len(texts)
+    status = engine.call("status")
+    assert (status["errors"], status["held"], status["blocks_used"]) == (0, 0, 0)
+    assert status["counts"].get("load_failures", 0) == 0
+    assert status["counts"]["loaded_chunks"] * CHUNK >= sum(full)
+
+
+def test_latent_attention_that_vllm_cannot_continue_is_refused(
+    start_daemon: StartDaemon, start_engine: StartEngine, private_folder: Path
+) -> None:
+    """vLLM's CPU backend for MLA can't compute behind a prefix, so vLLM turns prefix caching off.
+    The connector says so at start, and the engine runs on without the cache."""
+    daemon = start_daemon()
+    model = tiny("mla", private_folder)
+    text = prompt("mla", 30)
+    plain = start_engine(None, model=model)
+    wanted = plain.run({"prompt": text})[0]["tokens"]
+    plain.close()
+    engine = start_engine({"socket": daemon.socket}, model=model)
+    for _ in range(2):
+        found = engine.run({"prompt": text})[0]
+        assert (found["tokens"], found["cached"]) == (wanted, 0)
+    assert len(engine.lines("prefix caching is off")) == 2
+    assert daemon.stats()["spaces"] == []
