@@ -57,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return FAILURE
+    except OSError as error:
+        named = f": {error.filename}" if error.filename else ""
+        return _fail(namespace, f"{error.strerror or error}{named}", FAILURE)
     except KeyboardInterrupt:
         return 130
 

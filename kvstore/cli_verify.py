@@ -12,6 +12,7 @@ from kvstore.units import format_size
 from kvstore.verify import FolderCheck, Verdict
 
 OK, FAILURE = 0, 1
+NAMES_SHOWN_MAX = 10
 
 
 def run(settings: Settings, namespace: argparse.Namespace) -> int:
@@ -34,6 +35,7 @@ def run(settings: Settings, namespace: argparse.Namespace) -> int:
                     "slots": sum(report.counts.values()),
                     "bytes": report.read_bytes,
                     "erased": report.erased,
+                    "ignored": report.ignored,
                     **{verdict.value: report.counts[verdict] for verdict in Verdict},
                 }
             )
@@ -43,6 +45,9 @@ def run(settings: Settings, namespace: argparse.Namespace) -> int:
         print(f"{folder}: {format_size(report.read_bytes)} read; the last daemon ended {stop}")
         for verdict in Verdict:
             print(f"{report.counts[verdict]:>9}  {verdict.value:<10} {verdict.meaning()}")
+        if report.ignored:
+            names = ", ".join(ascii(name) for name in report.ignored[:NAMES_SHOWN_MAX])
+            print(f"{len(report.ignored)} files are none of the tier's, nothing was read: {names}")
         if report.erased:
             print(f"{report.erased} slots were erased")
     if not sound and not namespace.json:

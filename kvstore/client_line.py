@@ -70,10 +70,11 @@ class Line:
         link = self.link()
         if link is not None and link.live():
             return link
-        self._watcher.ensure()
-        if self._dormant:
-            self._dormant = False
-            self._watcher.wake()
+        if not self.closed:
+            self._watcher.ensure()
+            if self._dormant:
+                self._dormant = False
+                self._watcher.wake()
         return None
 
     def set_revision(self, revision: str, until_s: float) -> bool:
@@ -92,10 +93,15 @@ class Line:
         return self.closed and self._link is None
 
     def link(self) -> Link | None:
-        """The link there is, in whatever phase; never the parent's of a forked child, also where no
-        hook told that it was forked."""
+        """The link there is, in whatever phase; never the parent's of a forked child.
+
+        A child that was forked behind Python's back (no hook ran) can't safely start the thread
+        that a new link needs: there the line is closed.
+        """
         if self._process != os.getpid():
             self.abandon()
+            self.closed = True
+            self.reason = "this process was forked without Python's knowledge"
         return self._link
 
     def counts(self) -> LinkCounts:
@@ -235,14 +241,9 @@ class LineWatcher:
         with self._lock:
             if self._thread is None:
                 try:
-                    self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                except OSError as error:
-                    _log.warning("no descriptor is left to watch the daemon with: %s", error)
-                    return
-                self._thread = threading.Thread(
-                    target=self._run, name="kvstore-client", daemon=True
-                )
-                self._thread.start()
+                    self._start()
+                except (OSError, RuntimeError) as error:
+                    _log.warning("nothing can watch the daemon here: %s", error)
 
     def wake(self) -> None:
         """Let the thread look at its lines now."""
@@ -252,6 +253,8 @@ class LineWatcher:
 
     def close(self) -> None:
         """End the thread. Idempotent."""
+        if self._process != os.getpid():
+            self.abandon()
         self._closed = True
         thread = self._thread
         if thread is not None:
@@ -271,6 +274,14 @@ class LineWatcher:
             self._wake_fd = -1
         for line in self._lines:
             line.abandon()
+
+    def _start(self) -> None:
+        """Raises OSError where no descriptor is left, RuntimeError where no thread is."""
+        if self._wake_fd < 0:
+            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        thread = threading.Thread(target=self._run, name="kvstore-client", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _run(self) -> None:
         while not self._closed:

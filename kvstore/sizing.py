@@ -8,15 +8,16 @@ killer.
 
 from __future__ import annotations
 
-import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.config import Settings
 from kvstore.core.errors import ConfigError
 from kvstore.machine import ROOT, DiskFacts, MemoryFacts, disk_facts, folder_bytes, memory_facts
-from kvstore.tiers.manifest import FILE_NAME as MANIFEST_NAME
+from kvstore.tiers import manifest
+from kvstore.tiers.slab_files import slab_files
 from kvstore.units import format_exact_size, format_size
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -155,13 +156,11 @@ def look(settings: Settings, root: Path = ROOT) -> Machine:
 def nvme_folder(path: Path) -> NvmeFolder:
     """What an NVMe folder holds, read without touching it: a daemon may be using it. A manifest
     that can't be read counts as none here; the tier says what is wrong when it opens."""
-    try:
-        data = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
-        slab_bytes = int(data["slab_bytes"])
-    except (OSError, ValueError, KeyError, TypeError):
-        slab_bytes = 0
-    numbers = [name.name.split("_")[1] for name in path.glob("slab_*_*.kv")]
-    slabs = max((int(number) + 1 for number in numbers if number.isdigit()), default=0)
+    slab_bytes = slabs = 0
+    with suppress(OSError, ConfigError):
+        found = manifest.load(path)
+        slab_bytes = found.slab_bytes if found is not None else 0
+        slabs = max(slab_files(path, slab_bytes).current, default=-1) + 1
     return NvmeFolder(slab_bytes, slabs, folder_bytes(path))
 
 
@@ -197,9 +196,10 @@ def _host_slab(settings: Settings, size: int) -> int:
 def _slab(settings: Settings, key: str, whole: int, automatic: int) -> int:
     given = settings.amount(key)
     slab = given.resolve(whole, max(SLAB_BYTES_MIN, _power_of_two(automatic)))
-    if slab < SLAB_BYTES_MIN or slab % PAGE_BYTES:
+    if not SLAB_BYTES_MIN <= slab <= manifest.SLAB_BYTES_MAX or slab % PAGE_BYTES:
         raise ConfigError(
-            f"{settings.given(key)} is refused; valid: auto, or a multiple of 4KiB from 1MiB on"
+            f"{settings.given(key)} is refused; valid: auto, or a multiple of 4KiB from 1MiB to "
+            "1TiB"
         )
     return slab
 
@@ -225,12 +225,13 @@ def _fit_nvme(settings: Settings, machine: Machine, host_slab: int) -> NvmeConfi
 
 def _nvme_size(settings: Settings, machine: Machine) -> int:
     """Bytes of the tier. What the folder holds already counts as free; auto never cuts off a slab
-    that is in use, and is off where the disk has too little."""
+    that the disk can hold, and is off where the disk has too little."""
     given, folder = settings.amount("nvme.size"), machine.folder
     room = machine.disk.free_bytes + folder.used_bytes
     automatic = _clamp(int(NVME_SHARE * room), NVME_MIN, NVME_MAX)
-    if folder.slabs and folder.slab_bytes:
-        automatic = max(automatic, folder.slabs * folder.slab_bytes + MANIFEST_BYTES)
+    held = folder.slabs * folder.slab_bytes + MANIFEST_BYTES
+    if folder.slabs and held <= room:
+        automatic = max(automatic, held)
     if automatic > room:
         automatic = 0
     size = given.resolve(room, automatic)

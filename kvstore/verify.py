@@ -15,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.codecs import base as codecs
 from kvstore.codecs.base import HEADER_BYTES
@@ -25,6 +26,8 @@ from kvstore.core.messages import ChunkHeader
 from kvstore.tiers import manifest
 from kvstore.tiers.lock import FolderLock
 from kvstore.tiers.manifest import Manifest
+from kvstore.tiers.regular_file import open_regular
+from kvstore.tiers.slab_files import slab_files
 from kvstore.tiers.slabs import aligned_empty
 
 
@@ -77,10 +80,12 @@ class Spot:
 
 @dataclass(slots=True)
 class FolderReport:
-    """Counts by verdict; ``clean`` says whether the last daemon ended in order."""
+    """Counts by verdict; ``clean`` says whether the last daemon ended in order. ``ignored`` names
+    what is no slab of the tier, or an older file of one, which a daemon leaves alone or removes."""
 
     clean: bool
     counts: Counter[Verdict] = field(default_factory=Counter)
+    ignored: list[str] = field(default_factory=list)
     read_bytes: int = 0
     erased: int = 0
 
@@ -94,9 +99,9 @@ class FolderCheck:
         self._manifest: Manifest | None = None
 
     def __enter__(self) -> FolderCheck:
-        """Raises TierUnavailableError where a daemon uses the folder, ConfigError where it is no
-        folder of this version."""
-        if not (self.folder / manifest.FILE_NAME).exists():
+        """Raises TierUnavailableError where a daemon uses the folder or the system refuses,
+        ConfigError where it is no folder of this version."""
+        if not os.path.lexists(self.folder / manifest.FILE_NAME):
             raise ConfigError(f"nvme.path={self.folder} holds no manifest: no daemon has used it")
         try:
             self._lock.acquire()
@@ -104,8 +109,13 @@ class FolderCheck:
             raise TierUnavailableError(
                 f"{error}; `kvstore stats` shows what a running daemon finds"
             ) from error
+        except OSError as error:
+            raise self._unreadable(error) from error
         try:
             self._manifest = manifest.load(self.folder)
+        except OSError as error:
+            self._lock.release()
+            raise self._unreadable(error) from error
         except ConfigError:
             self._lock.release()
             raise
@@ -138,21 +148,28 @@ class FolderCheck:
 
     def _read(self, report: FolderReport) -> Iterator[tuple[Spot, Verdict, ChunkHeader | None]]:
         """Every slot of every file; the header only where it and the payload are whole."""
-        for path in sorted(self.folder.glob("slab_*_*.kv")):
-            slot_bytes = int(path.stem.split("_")[2])
-            slots = self._slots(slot_bytes)
-            block = aligned_empty(slot_bytes).data
-            with open(path, "rb", buffering=0) as file:
-                for index in range(slots):
-                    file.seek(index * slot_bytes)
-                    count = _read_whole(file.fileno(), block)
-                    report.read_bytes += count
-                    spot = Spot(path, index * slot_bytes, slot_bytes)
-                    yield spot, *_look(block[:count])
-
-    def _slots(self, slot_bytes: int) -> int:
         assert self._manifest is not None, "inside the with statement only"
-        return self._manifest.slab_bytes // slot_bytes
+        slab_bytes = self._manifest.slab_bytes
+        found = slab_files(self.folder, slab_bytes)
+        report.ignored = sorted([*found.strange, *(file.name() for file in found.replaced)])
+        for file in found.current.values():
+            path = self.folder / file.name()
+            slots = slab_bytes // file.slot_bytes
+            with open(open_regular(path, os.O_RDONLY), "rb", buffering=0) as opened:
+                end = os.fstat(opened.fileno()).st_size
+                there = min(slots, -(-end // file.slot_bytes))
+                report.counts[Verdict.EMPTY] += slots - there
+                for index in range(there):
+                    spot = Spot(path, index * file.slot_bytes, file.slot_bytes)
+                    verdict, header, count = _look(opened.fileno(), spot, end)
+                    report.read_bytes += count
+                    yield spot, verdict, header
+
+    def _unreadable(self, error: OSError) -> TierUnavailableError:
+        name = Path(error.filename).name if error.filename else "the folder"
+        return TierUnavailableError(
+            f"nvme.path={self.folder} can't be checked: {name}: {error.strerror or error}"
+        )
 
     def _judge(self, found: list[tuple[Spot, ChunkHeader]]) -> Iterator[tuple[Spot, Verdict]]:
         """Epochs, duplicates and chains of the slots whose bytes are right."""
@@ -173,25 +190,22 @@ class FolderCheck:
                 yield spot, Verdict.VALID if _chunk(header) in rooted else Verdict.ORPHAN
 
 
-def _look(data: memoryview) -> tuple[Verdict, ChunkHeader | None]:
-    """What the bytes of one slot are."""
-    if len(data) < HEADER_BYTES:
-        return Verdict.EMPTY, None
-    block = data[:HEADER_BYTES]
-    if codecs.is_free(block):
-        return Verdict.EMPTY, None
+def _look(fd: int, spot: Spot, end: int) -> tuple[Verdict, ChunkHeader | None, int]:
+    """What one slot of a file that ends at ``end`` holds, and how many bytes were read for it."""
+    block = _read(fd, spot.offset, HEADER_BYTES)
+    if block.nbytes < HEADER_BYTES or codecs.is_free(block):
+        return Verdict.EMPTY, None, block.nbytes
     try:
         header, payload = codecs.unpack(block)
     except ChunkCorruptError:
-        return Verdict.CORRUPT, None
-    stored = data[HEADER_BYTES : HEADER_BYTES + payload.stored_bytes]
-    if len(stored) < payload.stored_bytes or _checksum(stored) != payload.checksum:
-        return Verdict.TORN, None
-    return Verdict.VALID, header
-
-
-def _checksum(stored: memoryview) -> int:
-    return codecs.payload_checksum(np.frombuffer(stored, np.uint8))
+        return Verdict.CORRUPT, None, block.nbytes
+    room = min(spot.slot_bytes, end - spot.offset) - HEADER_BYTES
+    if payload.stored_bytes > room:
+        return Verdict.TORN, None, block.nbytes
+    stored = _read(fd, spot.offset + HEADER_BYTES, payload.stored_bytes)
+    whole = codecs.payload_checksum(stored) == payload.checksum
+    verdict = Verdict.VALID if whole else Verdict.TORN
+    return verdict, header if whole else None, block.nbytes + stored.nbytes
 
 
 def _chunk(header: ChunkHeader) -> Chunk:
@@ -214,21 +228,22 @@ def _rooted(headers: list[ChunkHeader]) -> set[Chunk]:
     return rooted
 
 
-def _read_whole(fd: int, block: memoryview) -> int:
-    """Fill the block from the file's position; fewer bytes only at the file's end."""
+def _read(fd: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
+    """So many bytes; fewer only at the file's end."""
+    block = aligned_empty(nbytes)
     done = 0
-    while done < len(block):
-        count = os.readv(fd, [block[done:]])
+    while done < nbytes:
+        count = os.preadv(fd, [block[done:].data], offset + done)
         if not count:
             break
         done += count
-    return done
+    return block[:done]
 
 
 def _erase(spots: list[Spot]) -> None:
     """Overwrite headers, durably."""
     for spot in spots:
-        fd = os.open(spot.file, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_regular(spot.file, os.O_WRONLY)
         try:
             os.pwrite(fd, codecs.erased(), spot.offset)
             os.fsync(fd)

@@ -285,10 +285,11 @@ def hello() -> pb.Hello:
 
 
 def hello_mismatch(client: pb.Hello, daemon: pb.Hello) -> str:
-    """One line that names both sides' values of everything that differs; empty where all agree."""
+    """One line that names both sides' values of everything that differs, and their packages; empty
+    where they understand each other. Another package alone is no reason to refuse: daemons and
+    engines are upgraded one after the other."""
     pairs = (
         ("protocol", client.protocol, daemon.protocol),
-        ("package", client.package, daemon.package),
         ("hash algorithm", client.hash_algorithm, daemon.hash_algorithm),
         ("golden probe", client.golden_probe.hex(), daemon.golden_probe.hex()),
     )
@@ -297,7 +298,10 @@ def hello_mismatch(client: pb.Hello, daemon: pb.Hello) -> str:
         for name, ours, theirs in pairs
         if ours != theirs
     ]
-    return "kvstore client and daemon differ in " + "; ".join(differences) if differences else ""
+    if not differences:
+        return ""
+    packages = f"client {_one_line(client.package)}, daemon {_one_line(daemon.package)}"
+    return f"kvstore client and daemon differ in {'; '.join(differences)} (packages: {packages})"
 
 
 def _one_line(value: object) -> str:

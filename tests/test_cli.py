@@ -114,6 +114,15 @@ def test_bad_configuration_is_one_line_and_exit_code_2(
     assert sorted(p.name for p in private_folder.iterdir()) == ["run"]
 
 
+@pytest.mark.parametrize("command", ["serve", "verify", "doctor"])
+def test_what_the_system_refuses_is_one_line(command: str, private_folder: Path) -> None:
+    """A path that no file system takes: the reason and the path, and no trace."""
+    path = f"/{'x' * 300}"
+    done = run_kvstore(private_environment(private_folder), command, "--nvme-path", path)
+    assert done.returncode == 1
+    assert one_line(done.stderr) == f"kvstore {command}: File name too long: {path}"
+
+
 def test_misspelt_variable_stops_every_command(private_folder: Path) -> None:
     """A setting that isn't used is worse than an error."""
     environment = private_environment(private_folder, {"KVSTORE_SOKCET": "/tmp/x"})

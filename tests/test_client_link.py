@@ -214,7 +214,7 @@ def test_a_daemon_that_differs_is_an_error_that_names_both_sides(bare: BareDaemo
         daemon.join()
     line = str(caught.value)
     assert "\n" not in line
-    assert "package: client 0.1.0, daemon 0.0.1" in line
+    assert "packages: client 0.1.0, daemon 0.0.1" in line
     assert "hash algorithm: client sha256/chain-v1, daemon md5" in line
 
 

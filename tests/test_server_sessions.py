@@ -36,7 +36,6 @@ def rig() -> Iterator[Rig]:
     [
         ("protocol", 2, "protocol: client 2, daemon 1"),
         ("hash_algorithm", "md5", "hash algorithm: client md5, daemon sha256/chain-v1"),
-        ("package", "0.0.9", "package: client 0.0.9, daemon 0.1.0"),
         ("golden_probe", b"", "golden probe: client none, daemon "),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -227,6 +228,32 @@ def test_manifest_or_lock_that_is_no_file_is_refused(
     (tier.folder / name).write_bytes(content)
     with FolderCheck(tier.folder):
         pass
+
+
+def test_read_only_file_system_is_checked(tmp_path: Path) -> None:
+    """A disk that was mounted read-only after an error: what is on it can still be told, and only
+    a repair is refused."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        tier = NvmeTier(tmp_path / "nvme", slabs=2, slab_bytes=SLAB_BYTES)
+        tier.open()
+        tier.save_manifest((SPACE,))
+        put(tier, 0, root(1))
+        put(tier, 1, root(2))
+        flip(tier.folder, 1, 100)
+        tier.close()
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
+        assert counts(check(tier)) == {"valid": 1, "corrupt": 1, "empty": 2}
+        with pytest.raises(OSError, match="Read-only"):
+            check(tier, repair=True)
+        with pytest.raises(TierUnavailableError, match="can't be opened: .*Read-only"):
+            tier.open()
+        with FolderCheck(tier.folder):
+            pass
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_folder_in_use_is_refused(tier: NvmeTier) -> None:

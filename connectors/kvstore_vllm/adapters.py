@@ -9,50 +9,65 @@ from __future__ import annotations
 import hashlib
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 _log = logging.getLogger("vllm.kvstore")
 
 
-class AdapterDigests:
-    """Digests by folder. A folder whose files have changed since is digested anew.
+State = tuple[tuple[str, int, int], ...]
 
-    One thread uses it; a second one, started with the first adapter, reads files.
+
+@dataclass(slots=True)
+class _Entry:
+    state: State
+    digest: Future[str]
+
+
+class AdapterDigests:
+    """Digests by vLLM's integer ID, name and folder of an adapter.
+
+    vLLM reads an adapter's files once and keeps the weights. So a digest is computed once too, and
+    an adapter whose files have changed since is cached no more: nobody can tell which weights vLLM
+    has. One thread uses this; a second one, started with the first adapter, reads files.
     """
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        self._found: dict[tuple[str, tuple[tuple[str, int, int], ...]], Future[str]] = {}
+        self._entries: dict[tuple[int, str, str], _Entry] = {}
+        self._refused: set[tuple[int, str, str]] = set()
 
-    def digest(self, path: str) -> str | None:
-        """The digest of an adapter's folder, or None while it is computed or can't be."""
-        folder = Path(path)
+    def digest(self, number: int, name: str, path: str) -> str | None:
+        """The digest of an adapter's files, or None while it is computed or can't be."""
+        known, folder = (number, name, path), Path(path)
         try:
             state = _state(folder)
         except OSError:
             state = ()
-        if not state:
-            return None
-        future = self._found.get((path, state))
-        if future is None:
+        entry = self._entries.get(known)
+        if not state or (entry is not None and entry.state != state):
+            return self._refuse(known, "its files aren't a folder here, or have changed")
+        if entry is None:
             self._pool = self._pool or ThreadPoolExecutor(1, "kvstore-adapters")
-            future = self._found[path, state] = self._pool.submit(_digest, folder)
-        if not future.done():
+            entry = _Entry(state, self._pool.submit(_digest, folder))
+            self._entries[known] = entry
+        if not entry.digest.done():
             return None
-        error = future.exception()
-        if error is not None:
-            _log.warning("kvstore: can't read adapter %s: %s", path, error)
-            self._found[path, state] = Future()
-            return None
-        return future.result()
+        error = entry.digest.exception()
+        return entry.digest.result() if error is None else self._refuse(known, str(error))
 
     def close(self) -> None:
         """End the thread."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
+    def _refuse(self, known: tuple[int, str, str], reason: str) -> None:
+        if known not in self._refused:
+            self._refused.add(known)
+            _log.warning("kvstore: nothing of adapter %s is reused: %s", known[1], reason)
 
-def _state(folder: Path) -> tuple[tuple[str, int, int], ...]:
+
+def _state(folder: Path) -> State:
     """Names, sizes and times of change of an adapter's files; empty for what isn't a folder."""
     if not folder.is_dir():
         return ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -51,7 +52,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = settings_from(self._kv_transfer_config.kv_connector_extra_config)
+        transfer = self._kv_transfer_config
+        settings = settings_from(transfer.kv_connector_extra_config)
+        settings = replace(
+            settings,
+            read=settings.read and transfer.is_kv_consumer,
+            write=settings.write and transfer.is_kv_producer,
+        )
         self._settings = settings
         self._client: Client | None = None
         self._scheduler: SchedulerSide | None = None
@@ -62,7 +69,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerSide(vllm_config, kv_cache_config, settings)
         else:
-            self._kv_transfer_config.kv_load_failure_policy = settings.load_failure_policy
+            transfer.kv_load_failure_policy = settings.load_failure_policy
             _log.info("kvstore: kv_load_failure_policy=%s", settings.load_failure_policy)
             self._scheduler = self._attach()
 
@@ -100,10 +107,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         """The blocks to load into."""
         side = self._scheduler
-        if side is not None:
-            self._guarded(
-                "allocated", lambda: side.allocated(request, blocks, num_external_tokens), None
-            )
+        if side is None:
+            return
+        done = self._guarded(
+            "allocated", lambda: side.allocated(request, blocks, num_external_tokens), False
+        )
+        if num_external_tokens and not done:
+            side.lose(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """This step's orders."""
@@ -134,6 +144,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """As ``request_finished``."""
         return self.request_finished(request, [])
 
+    def reset_cache(self) -> bool | None:
+        """Everything that was stored so far is this engine's no more."""
+        side = self._scheduler
+        if side is None:
+            return True
+        return self._guarded("reset", side.forget, False)
+
     def has_pending_push_work(self) -> bool:
         """Keeps vLLM stepping until the stores in flight have ended."""
         return self._scheduler is not None and self._scheduler.busy()
@@ -153,8 +170,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins."""
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, Orders):
-            self._worker.begin(connector_metadata)
+        side = self._worker
+        if side is not None and isinstance(connector_metadata, Orders):
+            self._guarded("begin", lambda: side.begin(connector_metadata), None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Ask for this step's loads."""
@@ -189,12 +207,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What the scheduler's side must know."""
         return None if self._worker is None else self._worker.report()
-
-    def clear_connector_metadata(self) -> None:
-        """The step is over."""
-        super().clear_connector_metadata()
-        if self._worker is not None:
-            self._worker.end()
 
     # ------------------------------------------------------------ both
 

@@ -21,8 +21,8 @@ from kvstore import LayoutMismatchError, Namespace
 
 BACKENDS = ("CPU_ATTN",)
 """Attention backends that were tried: their blocks hold nothing but the KV of their own tokens, and
-they compute the rest of a prompt behind a prefix. (vLLM's reference CPU_MLA doesn't: behind a prefix
-it gives other text, which is why vLLM turns its own prefix cache off there.)"""
+they compute the rest of a prompt behind a prefix. (vLLM's reference CPU_MLA doesn't: behind a
+prefix it gives other text, which is why vLLM turns its own prefix cache off there.)"""
 CONTENT_BYTES_MAX = 8 << 30
 """Weights up to this size are hashed whole, about half a second a GiB."""
 _VOLATILE = ("_name_or_path", "_commit_hash", "transformers_version", "architectures_hash")

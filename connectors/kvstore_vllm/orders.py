@@ -38,12 +38,14 @@ class Store:
 @dataclass
 class Orders(KVConnectorMetadata):
     """One step's orders. ``lost`` are requests whose load couldn't be ordered and must be reported
-    as failed. ``idle``: the step computes nothing, so the worker may wait a moment."""
+    as failed. ``idle``: the step computes nothing, so the worker may wait a moment. ``revision``,
+    if any, names the weights from now on."""
 
     loads: tuple[Load, ...] = ()
     stores: tuple[Store, ...] = ()
     lost: tuple[str, ...] = ()
     idle: bool = False
+    revision: str = ""
 
 
 @dataclass

@@ -72,7 +72,7 @@ def prepare(tracked: Tracked, session: SchedulerSession, adapters: AdapterDigest
     adapter: Adapter | None = None
     if request.lora_request is not None:
         lora = request.lora_request
-        digest = adapters.digest(lora.lora_path)
+        digest = adapters.digest(lora.lora_int_id, lora.lora_name, lora.lora_path)
         if digest is None:
             return False
         adapter = Adapter(lora.lora_name, digest)

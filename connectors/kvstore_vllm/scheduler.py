@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -72,6 +73,7 @@ class SchedulerSide:
         self._held: dict[int, _Held] = {}
         self._held_blocks = 0
         self._numbers = count(1)
+        self._revision = ""
 
     def bind(self, cache: KVCacheManager) -> None:
         """vLLM's cache manager, which knows each request's blocks."""
@@ -116,12 +118,12 @@ class SchedulerSide:
         self.counts.add("hit_tokens", gain)
         return gain
 
-    def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
-        """vLLM has blocks for the request, and waits for ``tokens`` to be loaded into them."""
+    def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> bool:
+        """vLLM has blocks for the request, and waits for ``tokens`` to be loaded into them; true
+        where that can be ordered."""
         name = request.request_id
         tracked = self._requests.get(name)
         if tokens:
-            self._wanted[name] = None
             if tracked is None or tracked.offer is None:
                 raise LayoutMismatchError(f"vLLM waits for {tokens} tokens that weren't offered")
             end = tracked.offered_from + tokens
@@ -130,6 +132,11 @@ class SchedulerSide:
             self._wanted[name] = Load(name, tracked.offer[first:last], ids)
         elif tracked is not None:
             self._release(tracked)
+        return True
+
+    def lose(self, request: Request) -> None:
+        """What vLLM waits for can't be ordered: have it reported as failed."""
+        self._wanted[request.request_id] = None
 
     def orders(self, output: SchedulerOutput) -> Orders:
         """This step's orders for the workers. What was wanted is ordered, or given up, once."""
@@ -143,12 +150,26 @@ class SchedulerSide:
                 store = self._plan_store(tracked, scheduled)
                 if store is not None:
                     stores.append(store)
-        return Orders(loads, tuple(stores), lost, idle=not output.num_scheduled_tokens)
+        revision, self._revision = self._revision, ""
+        idle = not output.num_scheduled_tokens
+        return Orders(loads, tuple(stores), lost, idle, revision)
 
     def given_up(self) -> Orders:
         """Orders for when ``orders`` failed: all that vLLM waits for is lost, so it goes on."""
         wanted, self._wanted = self._wanted, {}
-        return Orders(lost=tuple(wanted))
+        revision, self._revision = self._revision, ""
+        return Orders(lost=tuple(wanted), revision=revision)
+
+    def forget(self) -> bool:
+        """vLLM drops its connector's cache, for instance as its weights have changed: go on under a
+        revision that nobody else has. The daemon is told at once, the workers with their next
+        orders; until then lookups are misses."""
+        self._revision = f"reset:{uuid.uuid4().hex}"
+        self._session.set_revision(self._revision, timeout_s=self._settings.lookup_timeout_s)
+        for tracked in self._requests.values():
+            tracked.stored, tracked.offer, tracked.failed = 0, None, True
+            tracked.writes = False
+        return True
 
     def ended(self, output: KVConnectorOutput) -> None:
         """The workers' results of a step."""

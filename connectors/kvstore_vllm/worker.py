@@ -37,7 +37,6 @@ class _Open:
     """A transfer that hasn't ended, and when it is asked to stop."""
 
     ticket: Ticket
-    order: Load | Store
     started_s: float
     deadline_s: float
     cancelled: bool = False
@@ -61,8 +60,9 @@ class WorkerSide:
         self._stores: dict[int, _Open] = {}
         self._ended: list[int] = []
         self._failed: set[str] = set()
-        self._failed_now: set[str] = set()
+        self._asked: set[str | int] = set()
         self._failed_blocks: set[int] = set()
+        self._last_reason = ""
 
     def allocation(self) -> SharedAllocation:
         """The context in which vLLM allocates its KV cache."""
@@ -77,35 +77,34 @@ class WorkerSide:
             _log.warning("kvstore: the KV cache isn't registered, so nothing is reused: %s", error)
 
     def begin(self, orders: Orders) -> None:
-        """Take one step's orders."""
+        """Take one step's orders. What isn't asked for in this step is reported as failed, or as
+        ended, with the step's results."""
         self._orders = orders
+        self._asked = set()
+        if orders.revision and self._session is not None:
+            self._session.set_revision(orders.revision, timeout_s=0.0)
 
     def start_loads(self, guarded: Callable[..., object]) -> None:
-        """Ask for this step's loads; one that can't be asked for is reported as failed."""
+        """Ask for this step's loads."""
         for load in self._orders.loads:
-            if guarded("retrieve", lambda load=load: self._load(load), None) is None:
-                self._failed_now.add(load.request)
-        self._failed_now.update(self._orders.lost)
+            guarded("retrieve", lambda load=load: self._load(load), None)
 
     def start_stores(self, guarded: Callable[..., object]) -> None:
         """Ask for this step's stores: what they read was computed in this step or before."""
         for store in self._orders.stores:
-            if guarded("store", lambda store=store: self._store(store), None) is None:
-                self._ended.append(store.number)
-
-    def end(self) -> None:
-        """The step is over."""
-        self._orders = Orders()
+            guarded("store", lambda store=store: self._store(store), None)
 
     def results(self) -> KVConnectorTransferResults:
-        """What has ended: each load once."""
-        if self._orders.idle:
+        """What has ended: each load once, also one that was never asked for."""
+        orders, asked, results = self._orders, self._asked, KVConnectorTransferResults()
+        self._orders = Orders()
+        never = [load.request for load in orders.loads if load.request not in asked]
+        for request in (*never, *orders.lost):
+            self._fail(request, results)
+        self._ended += [store.number for store in orders.stores if store.number not in asked]
+        if orders.idle and not results.failed_recving:
             self._wait_a_moment()
         now_s = time.monotonic()
-        results = KVConnectorTransferResults(failed_recving=set(), finished_recving=set())
-        for request in self._failed_now:
-            self._fail(request, results)
-        self._failed_now.clear()
         for request, load in list(self._loads.items()):
             if self._is_over(load, now_s):
                 del self._loads[request]
@@ -168,33 +167,27 @@ class WorkerSide:
         )  # fmt: skip
         return session
 
-    def _load(self, load: Load) -> Ticket | None:
-        if self._session is None:
-            return None
-        blocks = self._named(load.blocks)
-        ticket = self._session.retrieve(load.request, load.keys, blocks)
-        self._loads[load.request] = self._open(ticket, load, self._settings.load_timeout_s)
-        return ticket
+    def _load(self, load: Load) -> None:
+        if self._session is not None:
+            blocks = self._named(load.blocks)
+            ticket = self._session.retrieve(load.request, load.keys, blocks)
+            self._loads[load.request] = _opened(ticket, self._settings.load_timeout_s)
+            self._asked.add(load.request)
 
-    def _store(self, store: Store) -> Ticket | None:
-        if self._session is None:
-            return None
-        blocks = self._named(store.blocks)
-        ticket = self._session.store(store.request, store.keys, blocks)
-        self._stores[store.number] = self._open(ticket, store, self._settings.store_timeout_s)
-        return ticket
+    def _store(self, store: Store) -> None:
+        if self._session is not None:
+            blocks = self._named(store.blocks)
+            ticket = self._session.store(store.request, store.keys, blocks)
+            self._stores[store.number] = _opened(ticket, self._settings.store_timeout_s)
+            self._asked.add(store.number)
 
     def _named(self, blocks: GroupIDs) -> dict[str, tuple[int | None, ...]]:
         return dict(zip(self._names, blocks, strict=True))
 
-    def _open(self, ticket: Ticket, order: Load | Store, timeout_s: float) -> _Open:
-        now_s = time.monotonic()
-        return _Open(ticket, order, now_s, now_s + timeout_s)
-
     def _wait_a_moment(self) -> None:
         """Wait for the oldest load, or else store; asks for nothing."""
         waiting = next(iter(self._loads.values()), None) or next(iter(self._stores.values()), None)
-        if waiting is not None and not self._failed_now:
+        if waiting is not None:
             waiting.ticket.wait(IDLE_WAIT_S)
 
     def _is_over(self, transfer: _Open, now_s: float) -> bool:
@@ -219,8 +212,10 @@ class WorkerSide:
             return
         self.counts.add("loaded_chunks", 0 if outcome is None else outcome.leading_chunks)
         failed = {} if outcome is None else outcome.failed_blocks
-        if outcome is not None and outcome.reason:
-            _log.warning("kvstore: a load of %s failed: %s", request, outcome.reason)
+        reason = "" if outcome is None else outcome.reason
+        if reason and reason != self._last_reason:
+            self._last_reason = reason
+            _log.warning("kvstore: loads fail, vLLM computes instead: %s", reason)
         if len(self._names) == 1 and failed:
             self._failed_blocks.update(failed[self._names[0]])
             self._failed.add(request)
@@ -235,6 +230,11 @@ class WorkerSide:
         self.counts.add("load_failures", 1)
         results.failed_recving.add(request)
         results.finished_recving.add(request)
+
+
+def _opened(ticket: Ticket, timeout_s: float) -> _Open:
+    now_s = time.monotonic()
+    return _Open(ticket, now_s, now_s + timeout_s)
 
 
 def engine_id(config: VllmConfig) -> str:

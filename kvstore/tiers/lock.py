@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from kvstore.core.errors import TierUnavailableError
@@ -23,9 +25,15 @@ class FolderLock:
         self._fds: list[int] = []
 
     def acquire(self) -> None:
-        """Take the lock. Raises TierUnavailableError, naming folder and holder, if another has
+        """Take the lock, also on a file system that can only be read. Raises TierUnavailableError, naming folder and holder, if another has
         it, and OSError where the lock file can't be had."""
-        fd = open_regular(self._folder / FILE_NAME, os.O_RDWR | os.O_CREAT)
+        path = self._folder / FILE_NAME
+        try:
+            fd = open_regular(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            fd = open_regular(path, os.O_RDONLY)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -35,8 +43,12 @@ class FolderLock:
                 f"nvme: {self._folder} is in use by process {holder}; stop it or choose another "
                 "folder"
             ) from error
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode("ascii"), 0)
+        except OSError:
+            os.close(fd)
+            raise
+        with suppress(OSError):  # only a person reads it, and the device may be full or read-only
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode("ascii"), 0)
         self._fds.append(fd)
 
     def release(self) -> None:

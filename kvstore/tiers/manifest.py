@@ -24,22 +24,22 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.core.errors import ConfigError
+from kvstore.core.limits import ALIGN_BYTES
 from kvstore.core.messages import SpaceRecord
 from kvstore.tiers.regular_file import open_regular
 
 FORMAT = "kvstore/nvme/1"
 FILE_NAME = "manifest.json"
+TEMPORARY_NAME = "manifest.json.tmp"
 RESERVE_NAME = "reserve"
 RESERVE_BYTES = 256 << 10
 """Room for the records of a thousand namespaces."""
-SLAB_BYTES_MIN, SLAB_BYTES_MAX, SLAB_STEP_BYTES = 8192, 1 << 40, 4096
+SLAB_BYTES_MIN, SLAB_BYTES_MAX = 8192, 1 << 40
 EPOCH_MAX = (1 << 63) - 1
 NAMESPACE_BYTES = 32
 TENANT_BYTES_MAX = 128
 NAME_CHARACTERS_MAX = 1024
 """Of a model or alias, as the engine link takes them."""
-
-_TEMPORARY = "manifest.json.tmp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,9 @@ def load(folder: Path) -> Manifest | None:
         )
     try:
         return _manifest(data)
-    except (KeyError, TypeError, ValueError) as error:
+    except ValueError as error:
+        raise _damaged(path, str(error)) from error
+    except (KeyError, TypeError) as error:
         raise _damaged(path, repr(error)) from error
 
 
@@ -98,7 +100,7 @@ def save(folder: Path, manifest: Manifest) -> None:
 
 
 def _replace(folder: Path, content: bytes) -> None:
-    temporary = folder / _TEMPORARY
+    temporary = folder / TEMPORARY_NAME
     fd = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     with os.fdopen(fd, "wb") as file:
         file.write(content)
@@ -129,9 +131,9 @@ def sync_folder(folder: Path) -> None:
 
 def _manifest(data: dict[str, Any]) -> Manifest:
     """What the file says, each value within its range; raises KeyError, TypeError or ValueError."""
-    slab_bytes = _number(data["slab_bytes"], SLAB_BYTES_MIN, SLAB_BYTES_MAX)
-    if slab_bytes % SLAB_STEP_BYTES:
-        raise ValueError(f"{slab_bytes} is no multiple of {SLAB_STEP_BYTES}")
+    slab_bytes = _number(data, "slab_bytes", SLAB_BYTES_MIN, SLAB_BYTES_MAX)
+    if slab_bytes % ALIGN_BYTES:
+        raise ValueError(f"slab_bytes={slab_bytes}; valid are multiples of {ALIGN_BYTES}")
     spaces = tuple(_space(item) for item in data["spaces"])
     if len({(space.tenant, space.namespace) for space in spaces}) < len(spaces):
         raise ValueError("a namespace is there twice")
@@ -140,28 +142,30 @@ def _manifest(data: dict[str, Any]) -> Manifest:
 
 def _space(item: dict[str, Any]) -> SpaceRecord:
     namespace = bytes.fromhex(item["namespace"])
-    tenant = _name(item["tenant"])
+    tenant = _name(item, "tenant")
     if len(namespace) != NAMESPACE_BYTES or len(tenant.encode("utf-8")) > TENANT_BYTES_MAX:
-        raise ValueError(f"{len(namespace)} bytes of namespace, tenant {tenant!r:.80}")
+        raise ValueError(f"namespace of {len(namespace)} bytes, tenant={tenant!r:.80}")
     return SpaceRecord(
         tenant=tenant,
         namespace=namespace,
-        model=_name(item["model"]),
-        alias=_name(item["alias"]),
-        epoch=_number(item["epoch"], 0, EPOCH_MAX),
+        model=_name(item, "model"),
+        alias=_name(item, "alias"),
+        epoch=_number(item, "epoch", 0, EPOCH_MAX),
     )
 
 
-def _number(value: object, least: int, most: int) -> int:
+def _number(item: dict[str, Any], name: str, least: int, most: int) -> int:
+    value = item[name]
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{value!r:.80} is no number of {least} to {most}")
+        raise ValueError(f"{name}={value!r:.80}; valid are {least}..{most}")
     return value
 
 
-def _name(value: object) -> str:
+def _name(item: dict[str, Any], name: str) -> str:
     """A name that can be shown: whatever prints is in UTF-8."""
+    value = item[name]
     if type(value) is not str or len(value) > NAME_CHARACTERS_MAX or not value.isprintable():
-        raise ValueError(f"{value!r:.80} is no name")
+        raise ValueError(f"{name}={value!r:.80}; valid are names that print")
     return value
 
 

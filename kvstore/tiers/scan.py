@@ -13,7 +13,7 @@ import heapq
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,24 +44,34 @@ class SlabScan:
 
     def run(self, report: ScanReport, stop: threading.Event) -> None:
         """Report every slot once, in batches; return early once ``stop`` is set."""
-        block = aligned_empty(HEADER_BYTES)
         for slab, slot_bytes in self._folder.slabs().items():
-            with self._folder.existing(slab, slot_bytes) as fd:
-                end = os.fstat(fd).st_size
-                for index in range(self._folder.slots(slot_bytes)):
-                    if stop.is_set():
-                        return
-                    place = Place(TierName.NVME, slab, index, slot_bytes)
-                    before = self._damaged
-                    header = self._header(fd, place, block, end)
-                    damaged = self._damaged > before
-                    self._found(ScannedSlot(place, header, damaged), report)
+            for slot in self._slots_of(slab, slot_bytes):
+                if stop.is_set():
+                    return
+                self._found(slot, report)
         for _, _, slot in sorted(self._held):
             if stop.is_set():
                 return
             self._settle(slot, report)
         self._flush(report)
         _log.info("nvme: scanned %d slots, %d damaged", self._slots, self._damaged)
+
+    def _slots_of(self, slab: int, slot_bytes: int) -> Iterator[ScannedSlot]:
+        """Every slot of a slab; all of them hold nothing where its file can't be opened."""
+        block = aligned_empty(HEADER_BYTES)
+        count = self._folder.slots(slot_bytes)
+        places = (Place(TierName.NVME, slab, index, slot_bytes) for index in range(count))
+        try:
+            with self._folder.existing(slab, slot_bytes) as fd:
+                end = os.fstat(fd).st_size
+                for place in places:
+                    before = self._damaged
+                    header = self._header(fd, place, block, end)
+                    yield ScannedSlot(place, header, self._damaged > before)
+        except OSError as error:
+            _log.error("nvme: slab %d (%d) can't be read: %s", slab, slot_bytes, error)
+            for place in places:
+                yield ScannedSlot(place, None)
 
     def _header(
         self, fd: int, place: Place, block: NDArray[np.uint8], end: int

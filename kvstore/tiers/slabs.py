@@ -1,8 +1,8 @@
 """SlabFolder: the preallocated files of the NVMe tier and how they are opened, made and grown.
 
-Slab *n* cut into slots of *s* bytes is the file ``slab_<n>_<s>.kv`` of ``slab_bytes // s`` slots;
-there is at most one file a slab, so their sum never exceeds the tier's limit. A slab that is cut
-anew gets a new file, after the old one is gone: no stale header survives in it.
+Slab *n* cut into slots of *s* bytes is one file (slab_files.py) of ``slab_bytes // s`` slots; there
+is at most one file a slab, so their sum never exceeds the tier's limit. A slab that is cut anew
+gets a new file, after the old one is gone: no stale header survives in it.
 
 Files are opened on first use and closed when long unused, so that a tier of thousands of slabs
 needs few descriptors.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -24,17 +23,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codecs.base import HEADER_BYTES
 from kvstore.core.errors import TierUnavailableError
 from kvstore.core.messages import Place
 from kvstore.tiers import lock, manifest
+from kvstore.tiers.regular_file import open_regular
+from kvstore.tiers.slab_files import is_slot_size, slab_files, slab_name
 
 _log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 4096
 """What offsets, lengths and addresses of direct I/O are multiples of."""
 OPEN_FILES_MAX = 128
-_NAME = re.compile(r"slab_(0|[1-9][0-9]{0,8})_([1-9][0-9]{0,15})\.kv")
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -99,25 +98,19 @@ class SlabFolder:
         """Find out what the file system can and which slabs exist; files beyond the limit of
         ``slabs`` are removed. Raises TierUnavailableError where REQUIRED direct I/O is refused."""
         self._choose_mode()
-        found: dict[int, tuple[int, int]] = {}
-        strange = []
-        for entry in os.scandir(self._folder):
-            match = _NAME.fullmatch(entry.name)
-            slot_bytes = int(match[2]) if match else 0
-            if match is None or not self.is_slot_size(slot_bytes):
-                strange.append(entry.name)
-                continue
-            slab, age = int(match[1]), entry.stat(follow_symlinks=False).st_mtime_ns
-            if slab >= slabs:
-                self._remove(slab, slot_bytes, f"the limit is {slabs} slabs now")
-            elif slab not in found:
-                found[slab] = (age, slot_bytes)
+        found = slab_files(self._folder, self.slab_bytes)
+        for file in found.replaced:
+            self._remove(file.slab, file.slot_bytes, "the slab has a newer file")
+        for slab, file in found.current.items():
+            if slab < slabs:
+                self._cut[slab] = file.slot_bytes
             else:
-                (_, old), new = sorted((found[slab], (age, slot_bytes)))
-                self._remove(slab, old, "the slab has a newer file")
-                found[slab] = new
-        self._cut = {slab: slot_bytes for slab, (_, slot_bytes) in sorted(found.items())}
-        self._report_strange(strange)
+                self._remove(slab, file.slot_bytes, f"the limit is {slabs} slabs now")
+        if found.strange:
+            _log.warning(
+                "nvme: %s: left alone %d unknown names: %s",
+                self._folder, len(found.strange), ", ".join(found.strange[:10]),
+            )  # fmt: skip
 
     def close(self) -> None:
         """Close all files. Idempotent."""
@@ -138,7 +131,7 @@ class SlabFolder:
 
     def is_slot_size(self, slot_bytes: int) -> bool:
         """Whether a slab can be cut into slots of this size."""
-        return slot_bytes % BLOCK_BYTES == 0 and HEADER_BYTES < slot_bytes <= self.slab_bytes
+        return is_slot_size(slot_bytes, self.slab_bytes)
 
     def remove_all(self, why: str) -> None:
         """Remove every slab file."""
@@ -202,7 +195,7 @@ class SlabFolder:
         if not path.exists():
             old = None
         # A descriptor of its own, not direct: the emulation of fallocate writes single bytes.
-        fd = os.open(path, _FLAGS | (0 if old else os.O_CREAT | os.O_TRUNC), 0o600)
+        fd = open_regular(path, os.O_RDWR | (0 if old else os.O_CREAT | os.O_TRUNC))
         try:
             self._allocate(fd, slot_bytes)
         except OSError:
@@ -286,14 +279,5 @@ class SlabFolder:
             os.close(fd)
         return ""
 
-    def _report_strange(self, names: list[str]) -> None:
-        known = {lock.FILE_NAME, manifest.FILE_NAME, manifest.RESERVE_NAME}
-        unknown = sorted(set(names) - known)
-        if unknown:
-            _log.warning(
-                "nvme: %s: left alone %d unknown names: %s",
-                self._folder, len(unknown), ", ".join(unknown[:10]),
-            )  # fmt: skip
-
     def _path(self, slab: int, slot_bytes: int) -> Path:
-        return self._folder / f"slab_{slab}_{slot_bytes}.kv"
+        return self._folder / slab_name(slab, slot_bytes)

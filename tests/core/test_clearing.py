@@ -350,6 +350,17 @@ def test_a_failed_persist_does_not_fail_a_later_one() -> None:
     assert isinstance(driver.answer(ADMIN, second), Cleared)
 
 
+def test_a_failed_persist_fails_all_clears_that_it_would_have_covered() -> None:
+    """The hands skip a Persist that a newer one replaces; the newer one fails: both clears are
+    answered, none waits for ever."""
+    driver, _ = ready()
+    driver.durable = False
+    first, second = driver.clear(), driver.clear()
+    driver.event(Persisted(driver.persists[-1].number, "busy"))
+    assert isinstance(driver.answer(ADMIN, first), Refused)
+    assert isinstance(driver.answer(ADMIN, second), Refused)
+
+
 def test_a_failed_store_after_the_clear_harms_nothing() -> None:
     """The old Move fails late."""
     driver, engine = ready()

@@ -196,6 +196,7 @@ def test_the_alias_is_no_part_of_the_identity() -> None:
     assert two.peek(two.chain(1)) == 1
     (space,) = driver.stats().spaces
     assert (space.model, space.alias) == (MODEL.model, "second")
+    assert [record.alias for record in driver.persists[-1].spaces] == ["second"]
 
 
 def test_a_store_in_flight_ends_in_the_revision_it_began_in() -> None:

@@ -125,6 +125,41 @@ def test_a_pipeline_may_have_another_layout_in_each_stage() -> None:
     assert sizes == {0: BLOCK_BYTES, 1: 2 * BLOCK_BYTES}
 
 
+def test_a_pipelines_namespace_names_each_stages_layout_in_the_order_of_the_stages() -> None:
+    """Whichever stage registers first, the namespace is the same; with the layouts exchanged, or
+    with one for both, it is another: their chunks never mix."""
+    tensors = (TensorSpan(0, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES, 4096),)
+    wide = Layout("float32", 16, (LayerGroup("full", 16, None, tensors),))
+    found = []
+    for stages in (
+        ((0, layout()), (1, wide)),
+        ((1, wide), (0, layout())),
+        ((0, wide), (1, layout())),
+        ((0, layout()), (1, layout())),
+    ):
+        driver = Driver(limits(host_slots=8))
+        for rank, shape in stages:
+            _, body = register(driver, Shard(pp_rank=rank, pp_size=2), shape)
+        assert isinstance(body, EngineState)
+        found.append(body.namespace)
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+
+
+def test_eight_ranks_share_one_limit() -> None:
+    """Field case 62: the tier's limit is a total, not a rank's: eight ranks and room for two chunks
+    of all of them."""
+    driver = Driver(limits(host_slots=16, nvme_slots=16))
+    driver.scanned()
+    engine = driver.engine(shards=[Shard(tp_rank=rank, tp_size=8) for rank in range(8)])
+    for seed in range(4):
+        assert engine.put(engine.chain(1, seed)) == b"\1"
+        for tier in driver.stats().tiers:
+            assert tier.slots_used <= 16
+            assert tier.bytes_used <= tier.bytes_total
+    assert [engine.peek(engine.chain(1, seed)) for seed in range(4)] == [0, 0, 1, 1]
+
+
 def test_a_scheduler_may_attach_before_any_worker() -> None:
     """It learns that there is nothing yet, and is told when there is."""
     driver = Driver(limits())

@@ -138,3 +138,20 @@ def test_a_full_disks_slabs_are_shared_as_if_they_were_all() -> None:
 def writes(driver: Driver) -> list[Move]:
     """All WRITEs that were handed out."""
     return [move for move in driver.handed_out if move.kind is MoveKind.WRITE]
+
+
+def test_a_new_slab_in_which_one_write_failed_and_another_worked_is_used_on() -> None:
+    """The first WRITE to a new slab meets a passing error, the second one works: so the slab does,
+    and its free place takes the next chunk without an eviction."""
+    driver, engine = full_disk()
+    for seed in (1, 2):
+        engine.store(engine.chain(1, seed), request=str(seed))
+    driver.run(MoveKind.STORE)
+    first, second = driver.waiting(MoveKind.WRITE)
+    driver.end(first, MoveStatus.FAILED)
+    driver.end(second)
+    driver.run()
+    for seed in (3, 4, 5):
+        engine.put(engine.chain(1, seed))
+    nvme = driver.tier(TierName.NVME)
+    assert (nvme.chunks, nvme.evictions) == (4, 0)

@@ -130,6 +130,15 @@ def test_a_lookup_steps_down_to_the_longest_hit_that_has_its_windows() -> None:
     assert engine.peek(engine.chain(6)) == 3
 
 
+def test_a_run_of_window_parts_begins_anew_below_a_gap() -> None:
+    """Four chunks, window parts of 1 and 3 only, two needed: 4 lacks that of 2, 2 lacks that of 0;
+    the two that are there don't make a pair."""
+    _, engine = ready(33)
+    put(engine, 2, kept=1)
+    put(engine, 4, kept=1)
+    assert engine.peek(engine.chain(4)) == 0
+
+
 def test_a_longer_window_group_counts_for_all() -> None:
     """The widest window decides: the layout tells two chunks for 33 tokens."""
     _, engine = ready(33)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.core.keys import Namespace
+from kvstore.core.keys import KEY_BYTES, Namespace
 from kvstore.core.layout import Shard
+from kvstore.core.leases import Lease, Leases, asked
 from kvstore.core.messages import (
     EngineState,
     MoveKind,
@@ -381,3 +382,15 @@ def test_a_retrieve_that_misses_cuts_its_own_lease() -> None:
     driver.run()
     assert engine.get(keys, request="b") == b"\1\0\0"
     assert engine.lookup(keys, "b") == 1
+
+
+def test_a_cut_finds_keys_at_their_places_only() -> None:
+    """The bytes of key 2 also stand across keys 0 and 1: the cut is at 2 all the same."""
+    half = [bytes([number]) * (KEY_BYTES // 2) for number in range(4)]
+    keys = half[0] + half[1] + half[2] + half[3] + half[1] + half[2]
+    leases = Leases(lease_s=60.0, leases_max=8)
+    leases.take(("t", "e"), "r", Lease(asked(keys), keys, 3, [], 60.0))
+    leases.cut(("t", "e"), "r", keys[2 * KEY_BYTES :])
+    lease = leases.renew(("t", "e"), "r", keys, 1.0)
+    assert lease is not None
+    assert lease.chunks == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kvstore.core.errors import InvariantError
@@ -21,6 +23,7 @@ from kvstore.core.messages import (
     Lookup,
     LookupReply,
     MoveID,
+    MoveKind,
     MoveStatus,
     Refused,
     Release,
@@ -198,3 +201,27 @@ def test_stats_count_what_is_under_way() -> None:
     driver.run()
     assert driver.service.idle()
     assert ADMIN not in driver.detached
+
+
+def test_no_session_ever_gets_anothers_chunks_from_a_small_host_and_a_large_disk() -> None:
+    """Field case 24: the host keeps 4 chunks, the disk 100. Ten engines of ten tenants store and
+    retrieve prompts of the same tokens, their Moves interleaved and out of order. Every LOAD reads
+    bytes that its own tenant stored under its own key (the driver compares at each Move)."""
+    driver = Driver(limits(host_slots=4, nvme_slots=100, copy_depth=3, read_depth=3))
+    driver.scanned()
+    engines = [driver.engine(f"e{number}", tenant=f"t{number}") for number in range(10)]
+    rng = random.Random(24)
+    for step in range(150):
+        engine = engines[step % 10]
+        keys = engine.chain(1 + step % 2, step // 10 % 3)
+        engine.store(keys, request=f"s{step}")
+        engine.retrieve(keys, request=f"r{step}")
+        for _ in range(3):
+            if driver.moves:
+                driver.end(rng.choice(driver.moves))
+    driver.run()
+    loads = [move for move in driver.handed_out if move.kind is MoveKind.LOAD]
+    owners = {engine.workers[0]: engine.tenant for engine in engines}
+    assert len(loads) > 50
+    assert all(move.session and owners[move.session] == move.header.tenant for move in loads)
+    assert driver.count(MoveKind.READ) > 10

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from kvstore.core.keys import NO_PARENT
+from kvstore.core.limits import Limits, TierLimits
 from kvstore.core.messages import (
     MoveKind,
     Place,
@@ -197,3 +199,55 @@ def test_what_is_written_after_the_start_is_newer_than_what_was_found() -> None:
     space = driver.service._state.spaces.all()[0]
     assert nvme.visible_run(space, first.chain(1).data) == 0
     assert nvme.visible_run(space, engine.chain(1, 5).data) == 1
+
+
+def test_what_is_stored_again_before_its_slot_was_found_is_not_written_twice() -> None:
+    """The engine is faster than the scan: its store waits for the end of the scan, which finds the
+    chunks; nothing is written, and nothing counts as dropped."""
+    disk, _ = first_life()
+    driver, engine = second_life(disk)
+    engine.put(engine.chain(4))
+    assert driver.stats().write_backlog == 4
+    driver.scanned(disk.found(1))
+    driver.run()
+    assert driver.count(MoveKind.WRITE) == 0
+    assert driver.tier(NVME).slots_used == 4
+    assert driver.stats().drops == {}
+
+
+def test_a_newer_slot_is_found_while_the_older_one_is_read() -> None:
+    """The older one is being read for an engine: it stays, as a Move holds it, the newer one is
+    dropped, and the engine gets its bytes."""
+    disk, first = first_life(chunks=1)
+    key = first.chain(1)[0]
+    driver, engine = second_life(disk)
+    driver.scan_batch(disk.found())
+    number = engine.retrieve(engine.chain(1))
+    newer = replace(disk.header(key), sequence=1000)
+    driver.scan_batch([ScannedSlot(Place(NVME, 0, 9, 4096 + BLOCK_BYTES), newer)])
+    driver.event(ScanDone(NVME))
+    driver.run()
+    assert driver.completed(engine.workers[0], number).done == b"\1"
+    assert driver.drops("scan_duplicate") == 1
+    assert driver.tier(NVME).slots_used == 1
+
+
+def test_the_slab_that_was_written_longest_ago_is_reclaimed_first() -> None:
+    """Two slabs of two chunks come back, slab 1 with the older sequences: a model of another size
+    takes slab 1."""
+    disk, first = first_life(chunks=2)
+    size = 4096 + BLOCK_BYTES
+    old, new = (disk.header(key) for key in first.chain(2))
+    roots = [
+        (Place(NVME, 1, 0, size), replace(old, sequence=1)),
+        (Place(NVME, 0, 0, size), replace(new, depth=0, parent=NO_PARENT, sequence=50)),
+    ]
+    nvme = TierLimits(2, 2 * size)
+    driver = Driver(Limits(host=TierLimits(4, 4 * BLOCK_BYTES), nvme=nvme), disk.spaces)
+    driver.engine()
+    large = driver.engine("large", shape=layout(2))
+    driver.scanned([ScannedSlot(place, header) for place, header in roots])
+    large.put(large.chain(1))
+    (write,) = [move for move in driver.handed_out if move.kind is MoveKind.WRITE]
+    assert write.target is not None
+    assert write.target.slab == 1

@@ -137,7 +137,7 @@ def test_a_header_that_does_not_fit_its_namespace_is_gone(change: dict[str, int]
     [
         Place(NVME, 1, 0, 4096 + BLOCK_BYTES),
         Place(NVME, 0, 16, 4096 + BLOCK_BYTES),
-        Place(NVME, 0, 0, 4096 + 2 * BLOCK_BYTES),
+        Place(NVME, 0, 5, 4096 + 2 * BLOCK_BYTES),
     ],
     ids=["slab", "index", "size"],
 )

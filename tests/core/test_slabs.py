@@ -200,6 +200,9 @@ def test_a_size_below_its_share_takes_from_one_above_only() -> None:
 def test_with_one_slab_two_models_take_it_from_each_other() -> None:
     """Each store of the other model's chunks works; the former chunks are misses, never wrong."""
     driver, small, large = two_models(1)
+    small.put(small.chain(2, 9))
+    large.put(large.chain(1, 9))
+    assert driver.tier().evictions == 2
     for turn in range(3):
         mine, other = small.chain(2, turn), large.chain(2, turn)
         assert small.put(mine) == b"\1\1"
@@ -264,8 +267,8 @@ def test_a_slab_whose_slots_are_all_free_serves_another_size() -> None:
 
 def test_making_room_sweeps_a_bounded_number_of_chunks() -> None:
     """100 chunks were cleared and wait for their sweep, two in each slab beside two of another
-    tenant, so that no slab gets free. A store of the other model sweeps some, but not all of them in
-    one event: with a million that would stop every engine for seconds."""
+    tenant, so that no slab gets free. A store of the other model sweeps some, but not all of them
+    in one event: with a million that would stop every engine for seconds."""
     driver = Driver(Limits(host=TierLimits(50, 4 * SMALL), sweep_entries=10))
     gone, stay = driver.engine("e1", tenant="t1"), driver.engine("e2", tenant="t2")
     large = driver.engine("large", tenant="t2", shape=layout(2))

@@ -124,7 +124,8 @@ class Rig:
     """One daemon and one engine that a whole session of tests shares, as each takes long to start.
 
     ``fresh`` makes both as good as new: the daemon runs, the engine is registered, and neither
-    vLLM's blocks nor its prefix cache hold anything. Tests use prompts of their own.
+    vLLM's blocks nor its prefix cache hold anything. Tests use prompts of their own. ``errors`` is
+    how many errors inside the connector tests have provoked.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -135,6 +136,7 @@ class Rig:
         arguments = {"model": str(MODEL), "engine": {}, "extra": extra}
         self.engine = EngineProcess(arguments, folder / "engine.log")
         self.engine.wait()
+        self.errors = 0
 
     def fresh(self) -> None:
         """Start over."""
@@ -157,13 +159,19 @@ class Rig:
         self.daemon.kill()
         self.fresh()
 
+    def signal(self, number: signal.Signals) -> None:
+        """Send the daemon a signal."""
+        assert self.daemon.process is not None
+        self.daemon.process.send_signal(number)
+
     def nothing_is_left(self) -> dict[str, Any]:
         """No block, request, transfer or lease; no error was swallowed. Gives the status."""
         assert self.engine.call("settle")["settled"], self.engine.call("status")
         status = self.engine.call("status")
         names = ("blocks_used", "requests", "tracked", "held", "held_blocks", "wanted", "loads",
-                 "stores", "errors")  # fmt: skip
+                 "stores")  # fmt: skip
         assert {name: status[name] for name in names} == dict.fromkeys(names, 0)
+        assert status["errors"] == self.errors
         traffic = self.daemon.wait_for_stats(lambda s: not s["traffic"]["leases"])["traffic"]
         assert traffic["sessions"] == 2, traffic
         return status

@@ -49,6 +49,7 @@ class Engine:
         self.engine = self.llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.number = 0
+        self.broken: list[tuple[Any, str]] = []
 
     def run(self, line: dict[str, Any]) -> dict[str, Any]:
         """Requests from their start to their end, side by side."""
@@ -112,6 +113,31 @@ class Engine:
         """Drop vLLM's own prefix cache."""
         return {"done": bool(self.llm.reset_prefix_cache())}
 
+    def forget(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Drop vLLM's own cache and the connector's, as after a change of weights."""
+        return {"done": bool(self.scheduler.reset_prefix_cache(reset_connector=True))}
+
+    def sabotage(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Let a method of the ``scheduler``'s or ``worker``'s ``session`` or ``side`` raise;
+        without ``method`` all is as it was."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        for broken, method in self.broken:
+            delattr(broken, method)
+        self.broken.clear()
+        if "method" not in line:
+            return {}
+        connectors = {"scheduler": self.scheduler.connector, "worker": get_kv_transfer_group()}
+        side = getattr(connectors[line["side"]], "_" + line["side"])
+        target = side._session if line["of"] == "session" else side
+
+        def fail(*arguments: Any, **more: Any) -> Any:
+            raise RuntimeError(f"sabotage of {line['method']}")
+
+        setattr(target, line["method"], fail)
+        self.broken.append((target, line["method"]))
+        return {}
+
     def status(self, line: dict[str, Any]) -> dict[str, Any]:
         """What is held, where."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -130,7 +156,8 @@ class Engine:
             "wanted": len(side._wanted),
             "loads": len(worker._loads),
             "stores": len(worker._stores),
-            "errors": self.scheduler.connector._errors.totals.get("errors", 0),
+            "errors": self.scheduler.connector._errors.totals.get("errors", 0)
+            + get_kv_transfer_group()._errors.totals.get("errors", 0),
             "ready": session is not None and session.state().ready,
             "counts": worker.counts.totals | side.counts.totals,
         }

@@ -1,7 +1,7 @@
 """Tiny models with random weights, written as Hugging Face folders: what no small real model is.
 
-``python -m tests.vllm.models KIND FOLDER TOKENIZER``; KIND is ``hybrid`` (sliding windows of 128 and
-full attention) or ``mla`` (multi-head latent attention). The tokenizer is another model's.
+``python -m tests.vllm.models KIND FOLDER TOKENIZER``; KIND is ``hybrid`` (sliding windows of 128
+and full attention) or ``mla`` (multi-head latent attention). The tokenizer is another model's.
 """
 
 from __future__ import annotations

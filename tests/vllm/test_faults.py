@@ -95,12 +95,11 @@ def test_daemon_that_goes_away(rig: Rig, when: str, number: signal.Signals) -> N
         rig.from_nvme()
     pid = rig.daemon.pid
     requests = [{"prompt": t} for t in (text, *others)]
+    signals = [{"at": 1, "pid": pid, "number": int(number)}]
     if when == "idle":
-        rig.daemon.process.send_signal(number)  # type: ignore[union-attr]
+        rig.signal(number)
         signals = []
-    else:
-        signals = [{"at": 1, "pid": pid, "number": int(number)}]
-    timer = threading.Timer(STOP_S, lambda: rig.daemon.process.send_signal(signal.SIGCONT))  # type: ignore[union-attr]
+    timer = threading.Timer(STOP_S, rig.signal, (signal.SIGCONT,))
     if number == signal.SIGSTOP:
         timer.start()
     found = rig.engine.run(*requests, signals=signals)
@@ -115,3 +114,56 @@ def test_daemon_that_goes_away(rig: Rig, when: str, number: signal.Signals) -> N
     rig.engine.fresh()
     assert rig.engine.run({"prompt": text})[0]["cached"] == whole(rig.engine, text)
     rig.nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("side", "of", "method"),
+    [
+        ("scheduler", "session", "lookup"),
+        ("scheduler", "session", "hasher"),
+        ("scheduler", "session", "release"),
+        ("scheduler", "side", "start"),
+        ("scheduler", "side", "allocated"),
+        ("scheduler", "side", "orders"),
+        ("scheduler", "side", "finish"),
+        ("worker", "session", "retrieve"),
+        ("worker", "session", "store"),
+        ("worker", "side", "start_loads"),
+        ("worker", "side", "start_stores"),
+    ],
+)
+def test_connector_method_that_raises_is_a_miss(rig: Rig, side: str, of: str, method: str) -> None:
+    """Whatever raises inside the connector is logged and counted, and vLLM computes: the text is
+    right, no request hangs, and nothing stays behind. Field case 55."""
+    text = prompt(f"raising {side} {of} {method}", 12)
+    cold = rig.engine.run({"prompt": text})[0]
+    rig.engine.fresh()
+    before = rig.engine.call("status")["errors"]
+    rig.engine.call("sabotage", side=side, of=of, method=method)
+    found = rig.engine.run({"prompt": text}, {"prompt": text + " more", "max_tokens": 150})
+    assert found[0]["tokens"] == cold["tokens"]
+    assert {r["reason"] for r in found} == {"length"}
+    rig.engine.call("sabotage")
+    assert rig.engine.call("settle")["settled"], rig.engine.call("status")
+    status = rig.engine.call("status")
+    assert status["errors"] > before
+    rig.errors = status["errors"]
+    left = ("blocks_used", "held", "loads", "stores", "wanted")
+    assert [status[name] for name in left] == [0] * len(left), status
+    rig.engine.fresh()
+    assert rig.engine.run({"prompt": text})[0]["tokens"] == cold["tokens"]
+
+
+def test_change_of_weights_ends_every_hit(rig: Rig) -> None:
+    """After vLLM reset its connector's cache nothing that was stored before is found, also by the
+    daemon's next process; what is stored from then on is."""
+    text = prompt("weights", 12)
+    cold = rig.engine.run({"prompt": text})[0]
+    rig.engine.fresh()
+    assert rig.engine.call("forget")["done"]
+    assert rig.engine.run({"prompt": prompt("another", 3)})[0]["cached"] == 0
+    assert rig.engine.call("wait_ready")["ready"]
+    found = rig.engine.run({"prompt": text})[0]
+    assert (found["tokens"], found["cached"]) == (cold["tokens"], 0)
+    rig.from_nvme()
+    assert rig.engine.run({"prompt": text})[0]["cached"] == whole(rig.engine, text)
