@@ -46,7 +46,8 @@ class AdapterDigests:
             state = ()
         entry = self._entries.get(known)
         if not state or (entry is not None and entry.state != state):
-            return self._refuse(known, "its files aren't a folder here, or have changed")
+            self._refuse(known, "its files aren't a folder here, or have changed")
+            return None
         if entry is None:
             self._pool = self._pool or ThreadPoolExecutor(1, "kvstore-adapters")
             entry = _Entry(state, self._pool.submit(_digest, folder))
@@ -54,7 +55,10 @@ class AdapterDigests:
         if not entry.digest.done():
             return None
         error = entry.digest.exception()
-        return entry.digest.result() if error is None else self._refuse(known, str(error))
+        if error is not None:
+            self._refuse(known, str(error))
+            return None
+        return entry.digest.result()
 
     def close(self) -> None:
         """End the thread."""

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from kvstore import CapacityError, OwnedHostMemory, create_host_memory
 
 
-class SharedAllocation(TorchFunctionMode):  # type: ignore[misc]
+class SharedAllocation(TorchFunctionMode):
     """A context; ``memory`` owns the bytes once they are allocated, ``base`` is their address."""
 
     def __init__(self, name: str) -> None:

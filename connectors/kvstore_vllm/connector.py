@@ -99,7 +99,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         side = self._scheduler
         if side is None:
             return 0, False
-        gain = self._guarded("lookup", lambda: side.offer(request, num_computed_tokens), 0)
+        miss: int | None = 0
+        gain = self._guarded("lookup", lambda: side.offer(request, num_computed_tokens), miss)
         return gain, bool(gain)
 
     def update_state_after_alloc(

@@ -57,6 +57,8 @@ class Counts:
 class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
     """One interval's counts, by their names."""
 
+    data: dict[str, Any]
+
     def reset(self) -> None:
         """Start over."""
         self.data = {}

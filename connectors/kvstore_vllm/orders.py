@@ -36,7 +36,7 @@ class Store:
 
 
 @dataclass
-class Orders(KVConnectorMetadata):
+class Orders(KVConnectorMetadata):  # type: ignore[misc]
     """One step's orders. ``lost`` are requests whose load couldn't be ordered and must be reported
     as failed. ``idle``: the step computes nothing, so the worker may wait a moment. ``revision``,
     if any, names the weights from now on."""
@@ -49,7 +49,7 @@ class Orders(KVConnectorMetadata):
 
 
 @dataclass
-class Report(KVConnectorWorkerMetadata):
+class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What ended in a step: stores, with the number of ranks that say so, and the requests whose
     load failed."""
 

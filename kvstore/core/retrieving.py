@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.core.batches import Batch
 from kvstore.core.blocks import ChunkBlocks, check_blocks
 from kvstore.core.chunk import slot_header
 from kvstore.core.engines import Session
@@ -60,14 +61,11 @@ class Retrieving:
         ticket.begin(message.keys, chunks, state.now)
         session.tickets[number] = ticket
         space = session.engine.space
-        there = space is not None
-        for chunk in range(chunks):
-            if there and space is not None:
-                there = self._retrieve_chunk(_Batch(ticket, space, blocks, shard), chunk)
-            if not there:
+        if space is None:
+            for chunk in range(chunks):
                 ticket.fail(chunk)
-        if not there:
-            self._cut_leases(ticket)
+        else:
+            self._begin(_Batch(ticket, space, blocks, shard), chunks)
         state.finish_if_ended(ticket)
 
     def cancel(self, ticket: Ticket) -> None:
@@ -140,6 +138,18 @@ class Retrieving:
         return len(self._reads)
 
     # ------------------------------------------------------------ private
+
+    def _begin(self, batch: _Batch, chunks: int) -> None:
+        """Begin the chunks from the head, up to the first that isn't there."""
+        ticket = batch.ticket
+
+        def end() -> None:
+            if 1 in ticket.failed and not ticket.cancelled:
+                self._cut_leases(ticket)
+
+        self._state.batches.add(
+            Batch(ticket, chunks, lambda n: self._retrieve_chunk(batch, n), ticket.fail, end)
+        )
 
     def _retrieve_chunk(self, batch: _Batch, chunk: int) -> bool:
         """Queue what one chunk needs; tells whether it is there. Nothing is queued where it

@@ -126,10 +126,13 @@ class Service:
 
     def idle(self) -> bool:
         """Whether no Move is queued or running and nothing waits for its write: a clean stop."""
-        return not self._state.transfers.jobs() and not len(self._writing)
+        state = self._state
+        return not (state.transfers.jobs() or state.batches or len(self._writing))
 
     def next_tick_s(self, now: float) -> float:
         """How long until a Tick is useful."""
+        if self._state.batches:
+            return 0.0
         sweeping = any(tree.sweeping() for tree in self._state.directory.trees())
         return _SWEEP_TICK_S if sweeping else _TICK_S
 
@@ -232,6 +235,7 @@ class Service:
         """Stop a transfer: queued Moves end now, running ones when they do."""
         state = self._state
         ticket.cancelled = True
+        state.batches.drop(ticket)
         self._storing.cancel(ticket, reason)
         self._retrieving.cancel(ticket)
         for move in list(ticket.moves):
@@ -283,6 +287,9 @@ class Service:
 
     def _tick(self) -> None:
         state = self._state
+        begun = state.batches.step()
+        if begun is not None:
+            state.finish_if_ended(begun)
         state.leases.expire(state.now, _EXPIRE_MAX)
         self._writing.tick()
         for tree in state.directory.trees():

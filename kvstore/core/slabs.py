@@ -127,14 +127,21 @@ class SlabSpace:
             self._unmake(slab)
 
     def refuse(self, number: int) -> None:
-        """The device had no place for a slab, or can't use its file: unless it keeps something, it
-        counts as never cut once its slots are free, and is tried after all others."""
+        """The device had no place for a slab: unless it keeps something, it counts as never cut
+        once its slots are free, and is tried after all others."""
         slab = self._slabs.get(number)
         states = (SlotState.READY, SlotState.DOOMED)
         if slab is None or any(slot.state in states for slot in slab.slots.values()):
             return
         slab.refused = True
         self.retire(number)
+
+    def avoid(self, number: int) -> None:
+        """A write failed in a slab: if nothing else is in it, its file may be of no use, and it is
+        tried after all others."""
+        slab = self._slabs.get(number)
+        if slab is not None and slab.used() <= 1:
+            self.refuse(number)
 
     def open_unseen(self) -> None:
         """A scan has ended: slots of adopted slabs that it didn't name are free."""

@@ -58,7 +58,8 @@ class Slot:
     """One slot. ``owner`` is the copy whose shard and part it keeps, None in FREE and in staging.
 
     ``landed``: a RESERVED slot's bytes are whole, and it waits for its parent to commit. ``waits``
-    are the tickets to tell when it commits or is cancelled.
+    are the tickets to tell when it commits or is cancelled. ``write_queued``: it waits for its
+    write to NVMe, which isn't tried before ``write_again_s`` where it was refused.
     """
 
     __slots__ = (
@@ -72,6 +73,7 @@ class Slot:
         "shard",
         "state",
         "waits",
+        "write_again_s",
         "write_queued",
     )
 
@@ -86,6 +88,7 @@ class Slot:
         self.payload_bytes = 0
         self.landed = False
         self.write_queued = False
+        self.write_again_s = 0.0
         self.waits: list[Wait] = []
 
     def __repr__(self) -> str:
@@ -150,6 +153,7 @@ class Slot:
         self.owner = None
         self.landed = False
         self.write_queued = False
+        self.write_again_s = 0.0
         self.waits = []
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvstore.core.admission import ByteBudget
+from kvstore.core.batches import Batches
 from kvstore.core.directory import Directory
 from kvstore.core.engines import Engines, Session
 from kvstore.core.eviction import Policy
@@ -29,6 +30,7 @@ class State:
         self.leases = Leases(limits.lease_s, limits.leases_max)
         self.transfers = Transfers(Depths(limits.copy_depth, limits.read_depth, limits.write_depth))
         self.budget = ByteBudget(limits.write_budget_bytes_s, limits.write_burst_s)
+        self.batches = Batches()
         self.effects: list[Effect] = []
         self.now = 0.0
         self.sequence = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.core.batches import Batch
 from kvstore.core.blocks import ChunkBlocks, check_blocks
 from kvstore.core.chunk import Chain
 from kvstore.core.engines import Session
@@ -111,13 +112,21 @@ class Storing:
         return ""
 
     def _store_batch(self, batch: _Batch) -> None:
+        """Begin the chunks from the head; the first that can't be kept ends it."""
         refused = self._misplaced(batch.chain)
-        for chunk in range(len(batch.chain)):
-            if refused is None:
-                refused = self._store_chunk(batch, chunk)
-            if refused is not None:
-                batch.ticket.fail(chunk, f"not kept: {refused.value}")
-                self._state.drop(refused)
+
+        def begin(chunk: int) -> bool:
+            nonlocal refused
+            refused = refused or self._store_chunk(batch, chunk)
+            return refused is None
+
+        def fail(chunk: int) -> None:
+            reason = refused or Drop.CANCELLED
+            batch.ticket.fail(chunk, f"not kept: {reason.value}")
+            self._state.drop(reason)
+
+        chunks = len(batch.chain)
+        self._state.batches.add(Batch(batch.ticket, chunks, begin, fail, lambda: None))
 
     def _misplaced(self, chain: Chain) -> Drop | None:
         """Whether the first chunk isn't at its depth: below a parent that is kept, one deeper."""

@@ -20,6 +20,10 @@ from kvstore.core.state import State
 from kvstore.core.stats import Drop
 from kvstore.core.transfers import Job
 from kvstore.core.tree import Tree
+from kvstore.core.tree_nodes import Copy
+
+_AGAIN_S = 1.0
+"""A refused write, and what hangs on it, is tried again after this long."""
 
 
 class Writing:
@@ -39,16 +43,11 @@ class Writing:
         nvme, copy = self._state.directory.nvme, slot.owner
         if nvme is None or copy is None or not copy.live or slot.write_queued:
             return
-        chain = [slot]
-        if slot.part is Part.FULL:
-            above = copy.parent
-            while above is not None:
-                full = above.slot(Part.FULL, slot.shard)
-                if full is None or full.write_queued or self._is_written(nvme, full):
-                    break
-                chain.append(full)
-                above = above.parent
-        for link in reversed(chain):
+        missing = self._missing_above(nvme, slot, copy)
+        if isinstance(missing, Drop):
+            self._refuse(slot, missing)
+            return
+        for link in [*missing, slot]:
             if not self._is_written(nvme, link) and not self._enter(link):
                 break
 
@@ -82,7 +81,9 @@ class Writing:
                 nvme.fail(target, Drop.NVME_FULL if full else Drop.NVME_WRITE_FAILED)
             if full:
                 self._stop_growth(nvme)
-            nvme.slabs.refuse(target.place.slab)
+                nvme.slabs.refuse(target.place.slab)
+            else:
+                nvme.slabs.avoid(target.place.slab)
         self._state.let_go(job)
 
     def tick(self) -> None:
@@ -106,16 +107,32 @@ class Writing:
 
     # ------------------------------------------------------------ private
 
+    def _missing_above(self, nvme: Tree, slot: Slot, copy: Copy) -> list[Slot] | Drop:
+        """What must be written before a slot, head first; or why that can't be now."""
+        least = self._state.limits.admit_after
+        if copy.stores < least:
+            return Drop.NVME_ADMISSION
+        missing: list[Slot] = []
+        above = copy.parent if slot.part is Part.FULL else None
+        while above is not None:
+            full = above.slot(Part.FULL, slot.shard)
+            if full is None or full.write_queued or self._is_written(nvme, full):
+                break
+            if above.stores < least:
+                return Drop.NVME_ADMISSION
+            if self._state.now < full.write_again_s:
+                return Drop.NVME_PARENT_MISSING
+            missing.append(full)
+            above = above.parent
+        return missing[::-1]
+
     def _is_written(self, nvme: Tree, slot: Slot) -> bool:
         return slot.owner is not None and nvme.keeps(slot.owner.space, slot)
 
     def _enter(self, slot: Slot) -> bool:
-        """Admit one slot to the backlog."""
-        state, copy = self._state, slot.owner
-        if copy is None or slot.state is not SlotState.READY:
-            return False
-        if copy.stores < state.limits.admit_after:
-            state.drop(Drop.NVME_ADMISSION)
+        """Put one slot into the backlog."""
+        state = self._state
+        if slot.state is not SlotState.READY or state.now < slot.write_again_s:
             return False
         if len(self._backlog) >= state.limits.write_backlog_max:
             state.drop(Drop.NVME_BACKLOG)
@@ -138,12 +155,12 @@ class Writing:
         if nvme.current(slot.owner.space, header) is not None:
             return None
         if not state.budget.has_room(header.payload_bytes, state.now):
-            state.drop(Drop.NVME_BUDGET)
+            self._refuse(slot, Drop.NVME_BUDGET)
             return None
         target = nvme.reserve(slot.owner.space, header)
         if isinstance(target, Drop):
             missing = target is Drop.PARENT_MISSING
-            state.drop(Drop.NVME_PARENT_MISSING if missing else target)
+            self._refuse(slot, Drop.NVME_PARENT_MISSING if missing else target)
             return None
         state.budget.spend(header.payload_bytes)
         slot.write_queued = True
@@ -153,6 +170,14 @@ class Writing:
         slot.hold(job.id)
         target.hold(job.id)
         return job
+
+    def _refuse(self, slot: Slot, reason: Drop) -> None:
+        """A write can't be made now. What hangs on it isn't tried for a while, or each chunk of a
+        long chain would bring the whole chain up again; a chunk that was stored too seldom waits
+        for nothing but its next store."""
+        self._state.drop(reason)
+        if reason is not Drop.NVME_ADMISSION:
+            slot.write_again_s = self._state.now + _AGAIN_S
 
     def _stop_growth(self, nvme: Tree) -> None:
         """The device is full: cut no more slabs for a while."""

@@ -233,8 +233,7 @@ class Model:
             raise SimulationError(f"a hit of {body.chunks}, but {expected} chunks must be there")
         self.counts["hits that had to be"] += expected
         until_s = world.now + self.lease_s
-        self.seen.pop(name, None)
-        if body.chunks:
+        if body.chunks or seen is not None:
             self.seen[name] = Seen(message.keys, body.chunks, world.losses(), until_s)
 
     def _check_present(self, session: SessionView, keys: list[bytes]) -> None:

@@ -5,9 +5,9 @@ argument is a JSON object: ``model``, ``engine`` (vLLM's arguments), ``extra`` (
 settings; null: no connector). The first line out is ``{"ready": true}``. Each line in is an
 operation, each answered by one line; everything that is printed goes to standard error.
 
-- ``run``: requests [{prompt (text or tokens), max_tokens, salt, params, abort_at}] -> texts,
-  tokens, cached, preemptions; all at once, steps until all have ended; ``abort_at`` counts steps;
-  ``signals`` [{at, pid, number}] are sent before a step
+- ``run``: requests [{prompt (text or tokens), max_tokens, salt, params, adapter, abort_at}] ->
+  texts, tokens, cached, preemptions; all at once, steps until all have ended; ``abort_at`` counts
+  steps; ``signals`` [{at, pid, number}] are sent before a step
 - ``settle``: steps until nothing is in flight -> steps
 - ``reset``: drop vLLM's own prefix cache -> done
 - ``status``: what the connector and vLLM hold
@@ -109,6 +109,14 @@ class Engine:
         keys = self.scheduler.connector._scheduler._session.keys(tokens)
         return {"keys": [key.hex() for key in keys]}
 
+    def digested(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Wait until the connector knows an adapter's digest."""
+        name, number, path = line["adapter"]
+        adapters = self.scheduler.connector._scheduler._adapters
+        adapters.digest(number, name, path)
+        adapters._entries[number, name, path].digest.result(60)
+        return {}
+
     def reset(self, line: dict[str, Any]) -> dict[str, Any]:
         """Drop vLLM's own prefix cache."""
         return {"done": bool(self.llm.reset_prefix_cache())}
@@ -164,12 +172,11 @@ class Engine:
 
     def wait_ready(self, line: dict[str, Any]) -> dict[str, Any]:
         """Wait until the daemon knows the engine, on both sides."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-        sessions = [
-            get_kv_transfer_group()._worker._session,
-            self.scheduler.connector._scheduler._session,
-        ]
+        sessions = [self.scheduler.connector._scheduler._session]
+        if has_kv_transfer_group():  # its ranks may be processes of their own
+            sessions.append(get_kv_transfer_group()._worker._session)
         timeout_s = line.get("timeout_s", 20.0)
         return {"ready": all(session.wait_ready(timeout_s) for session in sessions)}
 
@@ -189,7 +196,12 @@ class Engine:
         if "salt" in request:
             body["cache_salt"] = request["salt"]
         name = f"r{self.number}"
-        self.engine.add_request(name, body, sampling)
+        adapter = None
+        if "adapter" in request:
+            from vllm.lora.request import LoRARequest
+
+            adapter = LoRARequest(*request["adapter"])
+        self.engine.add_request(name, body, sampling, lora_request=adapter)
         return name
 
 

@@ -1,12 +1,15 @@
 """Tiny models with random weights, written as Hugging Face folders: what no small real model is.
 
-``python -m tests.vllm.models KIND FOLDER TOKENIZER``; KIND is ``hybrid`` (sliding windows of 128
-and full attention) or ``mla`` (multi-head latent attention). The tokenizer is another model's.
+``python -m tests.vllm.models KIND FOLDER MODEL [SEED]``; KIND is ``hybrid`` (sliding windows of
+128 and full attention), ``mla`` (multi-head latent attention), both with the tokenizer of MODEL, or
+``adapter``: a LoRA adapter for MODEL.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 WINDOW = 128
@@ -44,16 +47,40 @@ def mla() -> Any:
     )  # fmt: skip
 
 
+def write_adapter(folder: Path, model: str) -> None:
+    """A LoRA adapter of the query and value projections of every layer."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
+
+    config, rank = AutoConfig.from_pretrained(model), 8
+    sizes = {"q_proj": config.num_attention_heads, "v_proj": config.num_key_value_heads}
+    weights = {}
+    for layer in range(config.num_hidden_layers):
+        for name, heads in sizes.items():
+            where = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{where}.lora_A.weight"] = torch.randn(rank, config.hidden_size) * 0.1
+            weights[f"{where}.lora_B.weight"] = torch.randn(heads * config.head_dim, rank) * 0.1
+    folder.mkdir(parents=True)
+    save_file(weights, str(folder / "adapter_model.safetensors"))
+    facts = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(sizes),
+             "bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": model}  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(facts))
+
+
 def main() -> None:
-    """Write a model."""
+    """Write a model or an adapter."""
     import torch
     from transformers import AutoTokenizer
 
-    kind, folder, tokenizer = sys.argv[1:]
-    torch.manual_seed(7)
+    kind, folder, base, *seed = sys.argv[1:]
+    torch.manual_seed(int(seed[0]) if seed else 7)
+    if kind == "adapter":
+        write_adapter(Path(folder), base)
+        return
     model = {"hybrid": hybrid, "mla": mla}[kind]()
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 
-from kvstore.codecs import base as codecs
-from kvstore.core.errors import ChunkCorruptError
 from tests.vllm.conftest import CHUNK, Rig, prompt, whole
+from tests.vllm.slots import damage
 
 STOP_S = 20.0
-
-
-def damage(folder: Path, key: bytes) -> int:
-    """Flip one byte of the payload of every slot that holds a chunk; how many there were."""
-    found = 0
-    for path in folder.glob("slab_*_*.kv"):
-        slot_bytes = int(path.stem.split("_")[2])
-        with path.open("r+b") as file:
-            for offset in range(0, path.stat().st_size, slot_bytes):
-                file.seek(offset)
-                with contextlib.suppress(ChunkCorruptError):
-                    header, payload = codecs.unpack(file.read(codecs.HEADER_BYTES))
-                    if header.key == key:
-                        place = offset + codecs.HEADER_BYTES + payload.stored_bytes // 2
-                        file.seek(place)
-                        byte = file.read(1)[0]
-                        file.seek(place)
-                        file.write(bytes([byte ^ 1]))
-                        found += 1
-    return found
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last"])

@@ -13,11 +13,11 @@ from tests.vllm.conftest import BIG, CHUNK, MODEL, PYTHON, StartEngine, prompt, 
 LONG = {"max_model_len": 8192, "max_num_batched_tokens": 2048, "num_gpu_blocks_override": 160}
 
 
-def tiny(kind: str, folder: Path) -> str:
-    """Write a model; its folder."""
-    target = folder / kind
+def tiny(kind: str, folder: Path, seed: int = 7) -> str:
+    """Write a model or an adapter; its folder."""
+    target = folder / f"{kind}-{seed}"
     done = subprocess.run(
-        [PYTHON, "-m", "tests.vllm.models", kind, str(target), str(MODEL)],
+        [PYTHON, "-m", "tests.vllm.models", kind, str(target), str(MODEL), str(seed)],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
@@ -81,3 +81,36 @@ def test_latent_attention_that_vllm_cannot_continue_is_refused(
         assert (found["tokens"], found["cached"]) == (wanted, 0)
     assert len(engine.lines("prefix caching is off")) == 2
     assert daemon.stats()["spaces"] == []
+
+
+def test_adapters_are_their_name_and_their_weights(
+    start_daemon: StartDaemon, start_engine: StartEngine, private_folder: Path
+) -> None:
+    """What was stored with an adapter is hit with it alone, in another engine too, whatever number
+    vLLM gives it there; not without it, and not with other weights under its name. Field cases 7
+    and 8."""
+    daemon = start_daemon(**BIG)
+    first, second = (tiny("adapter", private_folder, seed) for seed in (1, 2))
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+    engine = start_engine({"socket": daemon.socket}, engine=options)
+    text = prompt("adapters", 15)
+    base = engine.run({"prompt": text})[0]
+    engine.run({"prompt": prompt("warm up", 2), "adapter": ["a", 1, first], "max_tokens": 1})
+    engine.call("digested", adapter=["a", 1, first])
+    engine.fresh()
+    cold = engine.run({"prompt": text, "adapter": ["a", 1, first]})[0]
+    engine.fresh()
+    again = engine.run({"prompt": text, "adapter": ["a", 1, first]})[0]
+    assert base["tokens"] != cold["tokens"] == again["tokens"]
+    full = whole(engine, text)
+    assert (cold["cached"], again["cached"]) == (0, full)
+    engine.close()
+    engine = start_engine({"socket": daemon.socket}, engine=options)
+    for number, folder in ((5, first), (6, second)):
+        adapter = ["a", number, folder]
+        engine.run({"prompt": prompt("warm up", 2), "adapter": adapter, "max_tokens": 1})
+        engine.call("digested", adapter=adapter)
+    other = engine.run({"prompt": text, "adapter": ["a", 6, second]})[0]
+    same = engine.run({"prompt": text, "adapter": ["a", 5, first]})[0]
+    assert (other["cached"], same["cached"]) == (0, full)
+    assert same["tokens"] == cold["tokens"] != other["tokens"]

@@ -1,0 +1,43 @@
+"""An engine of two ranks, each a process with KV memory of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.conftest import StartDaemon
+from tests.vllm.conftest import BIG, CHUNK, StartEngine, prompt, whole
+from tests.vllm.slots import lose
+from tests.vllm.test_kinds import tiny
+
+
+def test_two_ranks_hit_together_and_one_missing_part_is_a_miss_for_both(
+    start_daemon: StartDaemon, start_engine: StartEngine, private_folder: Path
+) -> None:
+    """Tensor parallelism of two: external hits give the same text. Then rank 1's part of the fourth
+    chunk is lost: both ranks load three chunks, and vLLM computes the rest. Field case 30."""
+    daemon = start_daemon(**BIG)
+    model = tiny("hybrid", private_folder)
+    engine = start_engine(
+        {"socket": daemon.socket}, model=model, engine={"tensor_parallel_size": 2}
+    )
+    assert engine.call("wait_ready")["ready"]
+    text = prompt("ranks", 50)
+    full = whole(engine, text)
+    assert full >= 6 * CHUNK
+    cold = engine.run({"prompt": text})[0]
+    engine.fresh()
+    found = engine.run({"prompt": text})[0]
+    assert (cold["cached"], found["cached"]) == (0, full)
+    assert found["tokens"] == cold["tokens"]
+    keys = engine.call("keys", prompt=text)["keys"]
+    daemon.wait_for_stats(
+        lambda s: not s["traffic"]["moves_in_flight"] and not s["traffic"]["write_backlog"]
+    )
+    daemon.stop()
+    assert lose(daemon.nvme, bytes.fromhex(keys[3]), shard=1) >= 1
+    engine.fresh()
+    daemon.start()
+    assert engine.call("wait_ready")["ready"]
+    less = engine.run({"prompt": text})[0]
+    assert (less["tokens"], less["cached"]) == (cold["tokens"], 3 * CHUNK)
+    assert len(engine.lines("rank 1: connected to the daemon")) == 2
