@@ -37,6 +37,7 @@ _SMALL_MESSAGES_BYTES_MAX = 1 << 20
 OUTGOING_BYTES_MAX = WAITING_BYTES_MAX + FRAME_BYTES_MAX + _SMALL_MESSAGES_BYTES_MAX
 """What may wait, the message that goes beyond that, and releases and cancels behind it."""
 _FLUSH_STEP_S = 0.005
+_DRAIN_S = 0.005
 STEP_MAX_S = 3600.0
 """A wait sleeps this long at a time at most: polling takes no more than some days."""
 _IN, _OUT, _GONE = select.POLLIN, select.POLLOUT, select.POLLRDHUP
@@ -103,9 +104,12 @@ class Channel:
         return self._writer.pending_bytes > WAITING_BYTES_MAX
 
     def drain(self) -> None:
-        """Take in what has come, unless another thread is about to; with the lock."""
+        """Take in what has come, unless another thread is about to; with the lock. A daemon that
+        never stops sending is left for the next call after a turn's time."""
+        until_s = time.monotonic() + _DRAIN_S
         while not (self._polling or self.lost) and self._receive():
-            pass
+            if time.monotonic() > until_s:
+                return
 
     def wait(self, waiter: Waiter, until_s: float) -> None:
         """Take in what comes until the waiter is settled or the channel lost, at most until then.

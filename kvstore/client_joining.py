@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from kvstore.core.errors import LayoutMismatchError
+from kvstore.core.errors import LayoutMismatchError, ProtocolError
+from kvstore.core.keys import KEY_BYTES
 from kvstore.memory import CudaMemory, HostMemory
 from kvstore.proto_gen import engine_pb2 as pb
 from kvstore.wire import FRAME_BYTES_MAX
@@ -20,6 +21,17 @@ class Join:
     message: pb.ClientMessage
     descriptors: tuple[int, ...] = ()
     revision: str = ""
+
+
+def check_engine(engine: pb.Engine, join: pb.ClientMessage) -> None:
+    """Raise ProtocolError unless keys can be made of what the daemon says of a ready engine: for a
+    worker, of chunks as it registered them."""
+    tokens, own = engine.tokens_per_chunk, join.register.layout.tokens_per_chunk
+    if len(engine.namespace) != KEY_BYTES or tokens < 1 or tokens != (own or tokens):
+        raise ProtocolError(
+            f"what it says of engine {engine.engine[:64]!r}: a namespace of "
+            f"{len(engine.namespace)} bytes, {tokens} tokens a chunk (here {own or 'any'})"
+        )
 
 
 class Attaching:

@@ -18,7 +18,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from kvstore.client_channel import STEP_MAX_S, Channel
-from kvstore.client_joining import Join
+from kvstore.client_joining import Join, check_engine
 from kvstore.client_tickets import Ticket
 from kvstore.client_waiters import Answer, Until, Waiter
 from kvstore.core.errors import CapacityError, KVStoreError, LayoutMismatchError, ProtocolError
@@ -100,7 +100,7 @@ class Link:
         self._answers: dict[int, Answer] = {}
         self._tickets: dict[int, Ticket] = {}
         self._held: list[_Held] = []
-        self._joins_memory = False
+        self._joining = pb.ClientMessage()
         self._revision = ""
         self._revision_id = 0
         self._overdue_id = 0
@@ -300,6 +300,8 @@ class Link:
 
     def _dispatch(self, message: pb.DaemonMessage) -> None:
         kind, number = message.kind, message.id
+        if number > self._last_id:
+            raise ProtocolError(f"an answer to message {number}, which was never sent")
         if kind == pb.DaemonMessage.LOOKUP:
             self._answer(number, message)
         elif kind == pb.DaemonMessage.COMPLETED:
@@ -332,14 +334,16 @@ class Link:
             return
         self.phase = Phase.JOINING
         join = self._join()
-        self._joins_memory = join.message.kind == pb.ClientMessage.REGISTER
+        self._joining = join.message
         self._revision = self._revision or join.revision
         self._send(join.message, join.descriptors)
 
     def _engine_told(self, number: int, engine: pb.Engine) -> None:
         if self._revision_id and number == self._revision_id:
             self._revision, self._revision_id = "", 0
-        self.tokens_per_chunk = engine.tokens_per_chunk
+        if engine.ready:
+            check_engine(engine, self._joining)
+            self.tokens_per_chunk = engine.tokens_per_chunk
         self.namespace = engine.namespace if engine.ready and not self._revision else b""
         if self.phase is Phase.JOINING and number:
             self.phase = Phase.LIVE
@@ -349,8 +353,8 @@ class Link:
 
     def _refused(self, number: int, message: pb.DaemonMessage) -> None:
         if self.phase in (Phase.GREETING, Phase.JOINING):
-            joining = self.phase is Phase.JOINING and self._joins_memory
-            error = LayoutMismatchError if joining else ProtocolError
+            registers = self._joining.kind == pb.ClientMessage.REGISTER
+            error = LayoutMismatchError if registers else ProtocolError
             self._refuse(error(message.reason))
         elif number == 0:
             self._over(message.reason)

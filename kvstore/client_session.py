@@ -89,10 +89,10 @@ class RequestHasher:
         """Keys of all full chunks of ``token_ids``; raises ValueError for a token that isn't a
         u32."""
         link = self._link()
-        if link is None or not link.namespace:
-            size = 1 if link is None else max(1, link.tokens_per_chunk)
+        digest = b"" if link is None else link.namespace  # once: it may go at any time
+        size = 1 if link is None else max(1, link.tokens_per_chunk)
+        if not digest:
             return ChunkKeys(b"", size, len(token_ids))
-        digest, size = link.namespace, link.tokens_per_chunk
         hasher = self._hasher
         if hasher is None or hasher.digest != digest or hasher.tokens_per_chunk != size:
             hasher = self._hasher = PrefixHasher(digest, size, self._context)

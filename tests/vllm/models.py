@@ -63,8 +63,9 @@ def write_adapter(folder: Path, model: str) -> None:
             weights[f"{where}.lora_B.weight"] = torch.randn(heads * config.head_dim, rank) * 0.1
     folder.mkdir(parents=True)
     save_file(weights, str(folder / "adapter_model.safetensors"))
-    facts = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(sizes),
-             "bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": model}  # fmt: skip
+    facts = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none",
+             "target_modules": list(sizes), "task_type": "CAUSAL_LM",
+             "base_model_name_or_path": model}  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(facts))
 
 

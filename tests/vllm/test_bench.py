@@ -1,0 +1,23 @@
+"""The benchmark runs, at a small size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from tests.conftest import ROOT
+from tests.vllm.conftest import PYTHON
+
+
+def test_time_to_first_token_is_measured_at_a_small_size() -> None:
+    """One round of a short prefix: every way gives the same tokens, and the figures are there."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "ttft.py"), "--python", PYTHON, "--prefix", "384",
+         "--users", "1", "2", "--rounds", "1"],
+        capture_output=True, text=True, timeout=600, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert [(row["prefix"], row["users"]) for row in document["rows"]] == [(384, 1), (384, 2)]
+    assert all(row[f"{way}_ttft_s"] > 0 for row in document["rows"] for way in ("plain", "nvme"))
