@@ -26,11 +26,15 @@ LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 def run(settings: Settings, namespace: argparse.Namespace) -> int:
     """Serve until a signal, or print the configuration. Raises ConfigError for settings that don't
     fit this machine."""
-    config = sizing.fit(settings, sizing.look(settings))
+    machine = sizing.look(settings)
+    config = sizing.fit(settings, machine)
     if namespace.print_config:
         print_config(settings, config, namespace.json)
         return OK
     logging.basicConfig(stream=sys.stderr, level=config.log.level.upper(), format=LOG_FORMAT)
+    short = sizing.shortage(config.nvme, machine)
+    if short:
+        logging.warning("%s", short)
     if settings.socket_is_default():
         secure_folder(config.socket.parent)
     return _serve(config, settings.notify_socket())

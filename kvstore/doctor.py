@@ -139,9 +139,13 @@ def sealing(settings: Settings) -> Finding:
 def sizes(settings: Settings) -> Finding:
     """The configured or automatic sizes fit this machine."""
     try:
-        config = sizing.fit(settings, sizing.look(settings))
+        machine = sizing.look(settings)
+        config = sizing.fit(settings, machine)
     except KVStoreError as error:
         return Finding("sizes", Status.FAIL, str(error))
+    short = sizing.shortage(config.nvme, machine)
+    if short:
+        return Finding("sizes", Status.WARN, short)
     nvme = f"nvme {format_size(config.nvme.size)}" if config.nvme.size else "nvme off"
     return Finding("sizes", Status.OK, f"host {format_size(config.host.size)}, {nvme}")
 

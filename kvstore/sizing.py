@@ -153,6 +153,19 @@ def look(settings: Settings, root: Path = ROOT) -> Machine:
     return Machine(memory_facts(root), disk_facts(path, root), nvme_folder(path), cores())
 
 
+def shortage(nvme: NvmeConfig, machine: Machine) -> str:
+    """A warning, in one line, where the disk has less room than the NVMe tier may take; else
+    empty. The tier then stops growing by itself, and goes on when there is room."""
+    room = machine.disk.free_bytes + machine.folder.used_bytes
+    if nvme.size <= room:
+        return ""
+    return (
+        f"only {format_size(room)} is free for nvme.size {format_size(nvme.size)} on "
+        f"{machine.disk.mount}: the NVMe tier won't grow beyond that; free some space, or make "
+        "nvme.size smaller"
+    )
+
+
 def nvme_folder(path: Path) -> NvmeFolder:
     """What an NVMe folder holds, read without touching it: a daemon may be using it. A manifest
     that can't be read counts as none here; the tier says what is wrong when it opens."""
@@ -224,22 +237,21 @@ def _fit_nvme(settings: Settings, machine: Machine, host_slab: int) -> NvmeConfi
 
 
 def _nvme_size(settings: Settings, machine: Machine) -> int:
-    """Bytes of the tier. What the folder holds already counts as free; auto never cuts off a slab
-    that the disk can hold, and is off where the disk has too little."""
-    given, folder = settings.amount("nvme.size"), machine.folder
-    room = machine.disk.free_bytes + folder.used_bytes
-    automatic = _clamp(int(NVME_SHARE * room), NVME_MIN, NVME_MAX)
-    held = folder.slabs * folder.slab_bytes + MANIFEST_BYTES
-    if folder.slabs and held <= room:
-        automatic = max(automatic, held)
-    if automatic > room:
-        automatic = 0
-    size = given.resolve(room, automatic)
-    if size > room:
+    """Bytes of the tier. What the folder holds already counts as free. Auto never cuts off a slab
+    that is in use, however full the disk is, and is off where an empty folder has too little; only
+    what the disk could never hold is refused, as a disk that others fill mustn't stop a daemon."""
+    given, folder, disk = settings.amount("nvme.size"), machine.folder, machine.disk
+    room = disk.free_bytes + folder.used_bytes
+    held = folder.slabs * folder.slab_bytes + MANIFEST_BYTES if folder.slabs else 0
+    held = held if held <= disk.total_bytes else 0
+    automatic = max(held, _clamp(int(NVME_SHARE * room), NVME_MIN, NVME_MAX))
+    size = given.resolve(room, automatic if automatic <= room else held)
+    if size > disk.total_bytes:
         raise ConfigError(
             f"{settings.given('nvme.size')} doesn't fit: the file system of {settings.nvme_path()} "
-            f"({machine.disk.mount}) has {format_size(room)} free for it; set nvme.size to at most "
-            f"{_suggest(room * 0.9)}, or nvme.path to a larger disk"
+            f"({disk.mount}) has {format_size(disk.total_bytes)}, {format_size(room)} of it free "
+            f"for the tier; set nvme.size to at most {_suggest(room * 0.9)}, or nvme.path to a "
+            "larger disk"
         )
     return size
 

@@ -98,7 +98,8 @@ def test_answer_to_what_was_never_sent_breaks_the_protocol(bare: BareDaemon) -> 
         bare.send(write_reply(77, Done()))
         eventually(lambda: engine.worker.lookup("r", keys_of(1)).chunks == 0)
         eventually(lambda: not engine.worker.state().connected)
-        assert "message 77, which was never sent" in engine.worker.state().reason
+        bare.hang_up()
+        eventually(lambda: "message 77, which was never sent" in engine.worker.state().reason)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,8 @@ def test_engine_that_cannot_be_is_not_believed(bare: BareDaemon, state: EngineSt
     with joined(bare, state) as engine:
         eventually(lambda: not _ready(engine))
         assert len(engine.worker.keys(range(64))) == 0
-        assert "what it says of engine" in engine.worker.state().reason
+        bare.hang_up()
+        eventually(lambda: "what it says of engine" in engine.worker.state().reason)
 
 
 def _ready(engine: Engine) -> bool:

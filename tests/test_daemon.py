@@ -186,6 +186,43 @@ def test_stop_with_engines_connected_is_in_order_and_in_time(start_daemon: Start
     assert (check["clean"], check["torn"], check["corrupt"]) == (True, 0, 0)
 
 
+def test_full_disk_keeps_what_is_there_over_a_restart(
+    private_folder: Path, start_daemon: StartDaemon
+) -> None:
+    """field case 63: a disk of 40 MiB is filled up by something else while a daemon of automatic
+    size has chunks there. It is restarted, and hits them."""
+    mount = private_folder / "disk"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=40M", "tmpfs", str(mount)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        daemon = start_daemon(
+            KVSTORE_NVME_PATH=str(mount / "nvme"),
+            KVSTORE_NVME_SIZE="20MiB",
+            KVSTORE_NVME_SLAB_SIZE="2MiB",
+        )
+        with SmallEngine(daemon.socket, 20) as engine:
+            keys = engine.keys(tokens(20))
+            engine.fill(keys)
+            assert engine.store(keys).leading_chunks == 20
+            written(daemon, 20)
+        assert daemon.stop() == 0
+        with pytest.raises(OSError, match="No space left"), open(mount / "rest", "wb") as rest:
+            while True:
+                rest.write(bytes(1 << 16))
+        for size in ("20MiB", "auto"):
+            daemon.environment["KVSTORE_NVME_SIZE"] = size
+            daemon.start()
+            daemon.wait_for_stats(lambda s: not s["tiers"][1]["scanning"])
+            with SmallEngine(daemon.socket, 20) as engine:
+                assert engine.hits(engine.keys(tokens(20))) == 20
+            assert daemon.stop() == 0
+        assert "is free for nvme.size 20 MiB" in daemon.log.read_text()
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
 def test_second_signal_ends_it_at_once(start_daemon: StartDaemon) -> None:
     """Whoever presses twice means it. A stopped process takes both when it goes on."""
     daemon = start_daemon()

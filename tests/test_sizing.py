@@ -19,10 +19,14 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def machine(
-    limit: int = 16 * GIB, free: int = 100 * GIB, kind: str = "ext4", folder: Any = None
+    limit: int = 16 * GIB,
+    free: int = 100 * GIB,
+    kind: str = "ext4",
+    folder: Any = None,
+    total: int = 0,
 ) -> Machine:
     memory = MemoryFacts(limit, limit, limit, "physical memory")
-    disk = DiskFacts(2 * free, free, kind, "/data")
+    disk = DiskFacts(total or 2 * free, free, kind, "/data")
     return Machine(memory, disk, folder or NvmeFolder(), 4)
 
 
@@ -100,12 +104,38 @@ def test_staging_is_part_of_host_size(tmp_path: Path) -> None:
 
 
 def test_nvme_beyond_the_disk_is_refused(tmp_path: Path) -> None:
-    """The request, what is free, and what would fit."""
+    """The request, what there is, and what would fit."""
     facts = machine(free=10 * GIB)
     message = refusal(tmp_path, facts, nvme__size="1TiB")
     assert "nvme.size=1TiB (flag --nvme-size) doesn't fit" in message
-    assert "has 10 GiB free" in message
-    assert fitted(tmp_path, facts, nvme__size=message.split("at most ")[1].split(",")[0])
+    assert "has 20 GiB, 10 GiB of it free" in message
+    config = fitted(tmp_path, facts, nvme__size=message.split("at most ")[1].split(",")[0])
+    assert sizing.shortage(config.nvme, facts) == ""
+
+
+def test_disk_that_filled_up_keeps_no_daemon_from_starting(tmp_path: Path) -> None:
+    """It ran on this disk before something else took the room: the tier stops growing by itself,
+    so its size is a warning and no refusal."""
+    facts = machine(free=10 * GIB)
+    config = fitted(tmp_path, facts, nvme__size="15GiB")
+    assert config.nvme.size == 15 * GIB
+    assert "only 10 GiB is free for nvme.size 15 GiB" in sizing.shortage(config.nvme, facts)
+
+
+@pytest.mark.parametrize("free", [0, 100 * MIB, GIB])
+def test_cache_on_a_full_disk_is_kept(tmp_path: Path, free: int) -> None:
+    """field case 63: the tier has 10 GiB, another program takes the rest: automatic sizes go on
+    with all slabs there are, and grow no further than the disk."""
+    folder = NvmeFolder(slab_bytes=32 * MIB, slabs=320, used_bytes=10 * GIB - 5 * MIB)
+    config = fitted(tmp_path, machine(free=free, folder=folder, total=12 * GIB))
+    assert config.nvme.slabs() >= 320
+    assert config.nvme.size <= max(320 * 32 * MIB + sizing.MANIFEST_BYTES, folder.used_bytes + free)
+
+
+def test_small_cache_on_a_full_disk_is_kept(tmp_path: Path) -> None:
+    """Less than the least size that is chosen for an empty folder."""
+    folder = NvmeFolder(slab_bytes=8 * MIB, slabs=3, used_bytes=24 * MIB)
+    assert fitted(tmp_path, machine(free=0, folder=folder, total=GIB)).nvme.slabs() == 3
 
 
 def test_automatic_nvme_is_off_on_a_full_disk(tmp_path: Path) -> None:

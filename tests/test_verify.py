@@ -248,7 +248,7 @@ def test_read_only_file_system_is_checked(tmp_path: Path) -> None:
         assert counts(check(tier)) == {"valid": 1, "corrupt": 1, "empty": 2}
         with pytest.raises(OSError, match="Read-only"):
             check(tier, repair=True)
-        with pytest.raises(TierUnavailableError, match="can't be opened: .*Read-only"):
+        with pytest.raises(TierUnavailableError, match=r"can't be opened: .*Read-only"):
             tier.open()
         with FolderCheck(tier.folder):
             pass

@@ -30,6 +30,7 @@ class Tracked:
     stored: int = 0
     offer: ChunkKeys | None = None
     offered_from: int = 0
+    offer_ends_s: float = 0.0
     leased: bool = False
     failed: bool = False
     items: tuple[ContentItem, ...] = field(default_factory=tuple)

@@ -37,6 +37,9 @@ from kvstore_vllm.metrics import Counts
 from kvstore_vllm.orders import GroupIDs, Load, Orders, Report, Store
 from kvstore_vllm.requests import Tracked, prepare, track
 
+OFFER_S = 1.0
+"""How long an offer stands without another lookup, for a request that waits for blocks and is asked
+about in every step; much less than a lease."""
 _log = logging.getLogger("vllm.kvstore")
 
 
@@ -91,6 +94,10 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return 0
+        now_s = time.monotonic()
+        asked_again = tracked.offer is not None and tracked.offered_from == computed
+        if asked_again and tracked.offer is not None and now_s < tracked.offer_ends_s:
+            return len(tracked.offer) * self._chunk - computed
         tracked.offer = None
         chunks = (request.num_tokens - 1) // self._chunk
         least = max(1, self._settings.min_hit_tokens)
@@ -101,10 +108,9 @@ class SchedulerSide:
         keys = tracked.keys()
         if keys is None or keys.tokens_per_chunk != self._chunk:
             return 0
-        started_s = time.monotonic()
         found = self._session.lookup(request.request_id, keys[:chunks])
         self.counts.add("lookups", 1)
-        self.counts.add("lookup_seconds", time.monotonic() - started_s)
+        self.counts.add("lookup_seconds", time.monotonic() - now_s)
         if found.status is HitStatus.PENDING:
             return None
         tracked.leased = found.status is HitStatus.HIT
@@ -114,6 +120,7 @@ class SchedulerSide:
             self._release(tracked)
             return 0
         tracked.offer, tracked.offered_from = keys[: found.chunks], computed
+        tracked.offer_ends_s = now_s + OFFER_S
         self.counts.add("hits", 1)
         self.counts.add("hit_tokens", gain)
         return gain

@@ -25,8 +25,9 @@ class FolderLock:
         self._fds: list[int] = []
 
     def acquire(self) -> None:
-        """Take the lock, also on a file system that can only be read. Raises TierUnavailableError, naming folder and holder, if another has
-        it, and OSError where the lock file can't be had."""
+        """Take the lock, also on a file system that can only be read. Raises
+        TierUnavailableError, naming folder and holder, if another has it, and OSError where the
+        lock file can't be had."""
         path = self._folder / FILE_NAME
         try:
             fd = open_regular(path, os.O_RDWR | os.O_CREAT)

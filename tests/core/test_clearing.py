@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.core import batches
 from kvstore.core.messages import (
     ADMIN,
     Clear,
@@ -192,6 +193,43 @@ def test_a_retrieve_after_the_clear_gets_nothing_though_nothing_is_swept() -> No
     driver.clear()
     assert engine.get(keys) == b"\0\0"
     assert driver.count(MoveKind.LOAD) == 0
+
+
+def test_a_long_store_begins_nothing_more_after_the_clear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two of four chunks are begun at a time; the clear comes after the first two: the others are
+    not gathered, the store ends with nothing done, and every slot is free."""
+    monkeypatch.setattr(batches, "STEP_CHUNKS", 2)
+    driver, engine = ready()
+    number = engine.store(engine.chain(4))
+    driver.clear()
+    driver.run()
+    for _ in range(5):
+        driver.tick()
+        driver.run()
+    assert driver.completed(engine.workers[0], number).done == b"\0\0\0\0"
+    assert driver.count(MoveKind.STORE) == 2
+    assert driver.tier().slots_used == 0
+
+
+def test_a_long_retrieve_begins_nothing_more_after_the_clear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same for a retrieve, whose chunks no sweep has reached yet: what was cleared is not
+    handed out any more."""
+    monkeypatch.setattr(batches, "STEP_CHUNKS", 2)
+    driver, engine = ready(sweep_entries=0)
+    engine.put(engine.chain(4)[:2])
+    driver.tick()
+    engine.put(engine.chain(4)[2:])
+    number = engine.retrieve(engine.chain(4))
+    driver.clear()
+    for _ in range(5):
+        driver.run()
+        driver.tick()
+    assert driver.completed(engine.workers[0], number).done == b"\1\1\0\0"
+    assert driver.count(MoveKind.LOAD) == 2
 
 
 def test_leases_of_what_was_cleared_promise_nothing() -> None:

@@ -172,8 +172,7 @@ class FakeEngine:
 
     def _joined(self, view: SessionView) -> Callable[[Reply], None]:
         def joined(reply: Reply) -> None:
-            view.joined = isinstance(reply.body, EngineState)
-            if not view.joined:
+            if not isinstance(reply.body, EngineState):
                 self.world.at(0.0, lambda: self._left_if_present(view))
 
         return joined

@@ -287,6 +287,7 @@ class Model:
         if view.namespace not in (b"", state.namespace):
             self._forget_leases(view)
         view.namespace = state.namespace
+        view.joined = True
         if state.ready:
             self.spaces.setdefault(view.space(), SpaceView(view.shape.namespace))
 
@@ -295,8 +296,9 @@ class Model:
         ends its engine's leases."""
         for name in [name for name in self.open if name[0] == session]:
             del self.open[name]
-        if self.sessions[session].memory is not None:
-            self._forget_leases(self.sessions[session])
+        view = self.sessions[session]
+        if view.joined and view.memory is not None:
+            self._forget_leases(view)
 
     def _forget_leases(self, view: SessionView) -> None:
         for lease in [lease for lease in self.seen if lease[:2] == view.engine()]:

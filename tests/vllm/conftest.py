@@ -144,6 +144,7 @@ class Rig:
         if process is not None and process.poll() is not None:
             self.daemon.wait()
             self.daemon.start()
+            self.daemon.wait_for_stats(lambda s: not any(t["scanning"] for t in s["tiers"]))
         self.engine.fresh()
         assert self.engine.call("wait_ready")["ready"]
 

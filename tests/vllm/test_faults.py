@@ -93,6 +93,34 @@ def test_daemon_that_goes_away(rig: Rig, when: str, number: signal.Signals) -> N
     rig.nothing_is_left()
 
 
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
+def test_aborts_at_every_moment_leave_nothing(rig: Rig, stopped: bool) -> None:
+    """Requests with an external hit are aborted before they are scheduled, while they load, when
+    they have loaded and while they store, again and again, also while the daemon is stopped, so
+    that their loads can't end: afterwards nothing is held, and the rest gives the right texts.
+    Field cases 39, 47, 52."""
+    texts = [prompt(f"abort {stopped} {number}", 9) for number in range(8)]
+    cold = rig.engine.run(*({"prompt": text} for text in texts))
+    rig.fresh()
+    stop = [{"at": 0, "pid": rig.daemon.pid, "number": int(signal.SIGSTOP)},
+            {"at": 12, "pid": rig.daemon.pid, "number": int(signal.SIGCONT)}]  # fmt: skip
+    for cycle in range(6):
+        requests = [
+            {"prompt": text, "max_tokens": 16} | ({"abort_at": (n + cycle) % 6} if n % 4 else {})
+            for n, text in enumerate(texts)
+        ]
+        found = rig.engine.run(*requests, signals=stop if stopped and cycle % 2 else [])
+        rig.signal(signal.SIGCONT)
+        for number in range(0, len(texts), 4):
+            assert found[number]["tokens"] == cold[number]["tokens"], cycle
+        rig.fresh()
+    rig.nothing_is_left()
+    found = rig.engine.run(*({"prompt": text} for text in texts))
+    assert [r["tokens"] for r in found] == [r["tokens"] for r in cold]
+    assert all(r["cached"] > 0 for r in found)
+    rig.nothing_is_left()
+
+
 @pytest.mark.parametrize(
     ("side", "of", "method"),
     [
