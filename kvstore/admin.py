@@ -328,6 +328,7 @@ def _engine(engine: EngineStats) -> admin_pb2.Engine:
         ranks=engine.ranks,
         sessions=engine.sessions,
         fingerprint=engine.fingerprint,
+        uncached=engine.uncached,
     )
 
 

@@ -67,6 +67,12 @@ SCHEMA: tuple[Setting, ...] = (
         "nvme.admit_after", kinds.integer(1, 255), "1", "a chunk enters NVMe at its n-th store"
     ),
     Setting("lease_s", kinds.duration(0.1, 86400), "60s", "a lookup protects its hit this long"),
+    Setting(
+        "session.partial",
+        kinds.choice("serve", "miss"),
+        "serve",
+        "what engines get that don't register all of their KV, such as a draft model's",
+    ),
     Setting("session.bytes_max", kinds.BYTES, "4GiB", "bytes of stores in flight per session"),
     Setting("threads.copy", kinds.integer(0, 64), "0", "copy threads; 0: half of the cores"),
     Setting("threads.read", kinds.integer(0, 64), "0", "NVMe read threads; 0: four"),

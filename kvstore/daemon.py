@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvstore.core.errors import InvariantError, KVStoreError, LayoutMismatchError
-from kvstore.core.limits import Limits, TierLimits
+from kvstore.core.limits import Limits, Partial, TierLimits
 from kvstore.core.messages import Event, Moved, Persist, ScanDone, Scanned, ScannedSlot, TierName
 from kvstore.core.service import Service
 from kvstore.daemon_hands import Hands, open_pages
@@ -316,6 +316,7 @@ def _limits(config: Config) -> Limits:
         staging_slots=config.host.staging_slots,
         lease_s=config.lease_s,
         session_bytes_max=config.session.bytes_max,
+        partial=Partial(config.session.partial),
         copy_depth=2 * threads.copy,
         read_depth=2 * threads.read,
         write_depth=2 * threads.write,

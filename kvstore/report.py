@@ -105,7 +105,7 @@ def _engines(engines: Sequence[Document]) -> str:
             engine["engine"],
             engine["alias"] or engine["model"],
             engine["tenant"],
-            "ready" if engine["ready"] else "waiting for ranks",
+            _engine_state(engine),
             f"{engine['ranks_registered']}/{engine['ranks']}",
             str(engine["sessions"]),
             engine["fingerprint"][:16],
@@ -114,6 +114,11 @@ def _engines(engines: Sequence[Document]) -> str:
     ]
     head = ("engine", "model", "tenant", "state", "ranks", "sessions", "fingerprint")
     return table(head, rows)
+
+
+def _engine_state(engine: Document) -> str:
+    state = "ready" if engine["ready"] else "waiting for ranks"
+    return ", ".join([state, *(f"{name} KV not cached" for name in engine["uncached"])])
 
 
 def _spaces(spaces: Sequence[Document], more: int) -> str:

@@ -81,9 +81,10 @@ class NvmeConfig:
 
 @dataclass(frozen=True, slots=True)
 class SessionConfig:
-    """``bytes_max`` of stores may be in flight per session."""
+    """``bytes_max`` of stores may be in flight per session; ``partial`` is serve or miss."""
 
     bytes_max: int
+    partial: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,9 @@ def fit(settings: Settings, machine: Machine) -> Config:
         host=host,
         nvme=nvme,
         lease_s=settings.seconds("lease_s"),
-        session=SessionConfig(settings.integer("session.bytes_max")),
+        session=SessionConfig(
+            settings.integer("session.bytes_max"), settings.text("session.partial")
+        ),
         threads=ThreadsConfig(
             copy=settings.integer("threads.copy") or max(1, min(8, machine.cores // 2)),
             read=settings.integer("threads.read") or 4,

@@ -253,6 +253,7 @@ def _memory_kind(kind: int) -> str:
 def _write_layout(message: pb.Layout, layout: Layout) -> None:
     message.dtype = layout.dtype
     message.tokens_per_chunk = layout.tokens_per_chunk
+    message.uncached.extend(layout.uncached)
     for group in layout.groups:
         written = message.groups.add(
             name=group.name, tokens_per_block=group.tokens_per_block, window=group.window or 0
@@ -277,6 +278,7 @@ def _read_layout(message: pb.Layout) -> Layout:
         dtype=message.dtype,
         tokens_per_chunk=message.tokens_per_chunk,
         groups=tuple(_read_group(group) for group in message.groups),
+        uncached=tuple(_label("uncached", name) for name in message.uncached[:GROUPS_MAX]),
     )
 
 

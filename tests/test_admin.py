@@ -4,6 +4,7 @@ port."""
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,11 +36,14 @@ class ScriptedSource:
         self.refusal = ""
         self.core = NOTHING
         self.namespaces = 1
+        self.free = threading.Event()
+        self.free.set()
         self.deadlines_s: list[float] = []
         self.cleared: list[tuple[str | None, str | None]] = []
 
     def snapshot(self, deadline_s: float) -> Snapshot:
         self.deadlines_s.append(deadline_s)
+        self.free.wait(60)
         if self.refusal:
             raise KVStoreError(self.refusal)
         process = ProcessFacts("0", 1, 2.0, 3, 4, 5, "unix:/e", "unix:/a", self.state())
@@ -171,6 +175,37 @@ def test_clear_of_a_model_that_is_not_listed(
     [line] = capsys.readouterr().err.splitlines()
     assert "is not known here; known models: 02980, " in line
     assert line.endswith(", 02999 and 2980 more")
+
+
+def test_clear_of_an_unknown_tenant_names_the_known_ones(
+    service: AdminService, source: ScriptedSource, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A typing error there mustn't look like an empty cache either."""
+    source.core = spaces_of(2, "")
+    arguments = ["clear", "--yes", "--admin-address", service.address, "--tenant"]
+    assert main([*arguments, "nosuch"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "--tenant='nosuch' is not known here; known tenants: uid:0" in line
+    assert main([*arguments, "uid:0"]) == 0
+    assert source.cleared == [(None, "uid:0")]
+
+
+def test_daemon_that_does_not_answer_is_told_from_none(
+    service: AdminService, source: ScriptedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped process: one line with what to do."""
+    monkeypatch.setattr("kvstore.cli_admin.CALL_DEADLINE_S", 0.1)
+    source.free = threading.Event()
+    with AdminClient(service.address) as client:
+        with pytest.raises(KVStoreError, match=r"doesn't answer within 0\.1 s; .*look at its log"):
+            client.stats()
+        source.free.set()
+
+
+def test_folder_of_the_address_must_be_there(private_folder: Path, source: ScriptedSource) -> None:
+    """Not "in use or not allowed"."""
+    with pytest.raises(TierUnavailableError, match="its folder doesn't exist"):
+        AdminService(f"unix:{private_folder}/none/admin.sock", source).open()
 
 
 def test_closed_service_is_no_daemon(service: AdminService, private_folder: Path) -> None:

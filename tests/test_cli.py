@@ -123,6 +123,46 @@ def test_what_the_system_refuses_is_one_line(command: str, private_folder: Path)
     assert one_line(done.stderr) == f"kvstore {command}: File name too long: {path}"
 
 
+def test_config_file_of_an_unknown_user_is_one_line(private_folder: Path) -> None:
+    """``~name`` where there is no such user."""
+    done = run_kvstore(private_environment(private_folder), "stats", "--config", "~nosuchuser/k")
+    assert done.returncode == 2
+    assert "config='~nosuchuser/k' (flag --config) is no file" in one_line(done.stderr)
+
+
+@pytest.mark.parametrize("command", ["doctor", "serve --print-config"])
+def test_output_that_nobody_takes_is_one_line(command: str, private_folder: Path) -> None:
+    """A full device behind stdout; a closed one is nobody's business."""
+    environment = private_environment(private_folder)
+    kvstore = f"exec {sys.executable} -m kvstore.cli {command}"
+    done = subprocess.run(
+        ["bash", "-c", f"{kvstore} > /dev/full"],
+        env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert one_line(done.stderr) == f"kvstore {command.split()[0]}: No space left on device"
+    done = subprocess.run(
+        ["bash", "-c", f"{kvstore} >&-"],
+        env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run(
+        ["bash", "-c", f"{kvstore.removeprefix('exec ')} | true; exit ${{PIPESTATUS[0]}}"],
+        env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) in ((1, ""), (0, ""))
+
+
+def test_what_the_terminal_cannot_show_is_escaped(private_folder: Path) -> None:
+    """A path in Japanese and a terminal of 1970."""
+    environment = private_environment(private_folder) | {"PYTHONIOENCODING": "ascii"}
+    done = run_kvstore(environment, "serve", "--print-config", "--nvme-path", "/日本")
+    assert (done.returncode, done.stderr) == (0, "")
+    done = run_kvstore(environment, "verify", "--nvme-path", "/日本")
+    assert done.returncode == 2
+    assert "/\\u65e5\\u672c is no folder" in one_line(done.stderr)
+
+
 def test_misspelt_variable_stops_every_command(private_folder: Path) -> None:
     """A setting that isn't used is worse than an error."""
     environment = private_environment(private_folder, {"KVSTORE_SOKCET": "/tmp/x"})

@@ -31,6 +31,7 @@ SAMPLES = {
     "nvme.admit_after": "2",
     "lease_s": "5min",
     "session.bytes_max": "1GiB",
+    "session.partial": "miss",
     "threads.copy": "3",
     "threads.read": "5",
     "threads.write": "1",
@@ -116,6 +117,7 @@ def test_named_file_that_is_missing_is_an_error(tmp_path: Path, how: str) -> Non
         ("zzzzzz = 1\n", "valid are socket, admin.address"),
         ("[host]\nsize = [1]\n", "host.size=.* is refused; valid is one string"),
         ("[host\n", "can't be read: .*; it must be TOML"),
+        ("a = " + "[" * 5000, "can't be read: .*; it must be TOML"),
         (
             "[host]\nsize = 'much'\n",
             "host.size='much' .file .* is refused; valid: auto, a size",
@@ -176,6 +178,14 @@ def test_no_setting_is_mistaken_for_a_service_link(tmp_path: Path) -> None:
         ("log.level", "loud"),
         ("socket", ""),
         ("session.bytes_max", "x"),
+        ("session.bytes_max", "0"),
+        ("session.bytes_max", "off"),
+        ("host.size", "9" * 400),
+        ("nvme.path", "~nosuchuser/x"),
+        ("socket", "~nosuchuser/x"),
+        ("socket", "unix:"),
+        ("socket", "unix://"),
+        ("socket", "http://x"),
     ],
 )
 def test_bad_value_names_key_value_source_and_what_is_valid(
@@ -187,6 +197,7 @@ def test_bad_value_names_key_value_source_and_what_is_valid(
         load({key: text}, environment(tmp_path))
     message = str(caught.value)
     assert message.startswith(f"{key}={text!r} (flag --")
+    assert len(message) < 600
     assert "; valid: " in message
     assert "\n" not in message
 
@@ -233,10 +244,16 @@ def test_admin_address_that_others_reach_is_refused(tmp_path: Path, address: str
 @pytest.mark.parametrize("address", ["127.0.0.1:7411", "localhost:1", "[::1]:65535", "unix:/a/b"])
 def test_admin_address_of_this_machine_is_taken(tmp_path: Path, address: str) -> None:
     """A Unix socket or a loopback port."""
+    url = load({"admin.address": "unix:///a/b", "socket": "unix:///a/c"}, environment(tmp_path))
+    assert (url.admin_address(), str(url.socket())) == ("unix:/a/b", "/a/c")
     assert load({"admin.address": address}, environment(tmp_path)).admin_address() == address
 
 
-@pytest.mark.parametrize("address", ["7411", "127.0.0.1", "127.0.0.1:0", "127.0.0.1:99999", "x:y"])
+@pytest.mark.parametrize(
+    "address",
+    ["7411", "127.0.0.1", "127.0.0.1:0", "127.0.0.1:99999", "x:y", "127.0.0.1:²", "unix:",
+     "unix:~nosuchuser/x", "unix:http://x"],
+)  # fmt: skip
 def test_admin_address_that_is_none_is_refused(tmp_path: Path, address: str) -> None:
     """What isn't an address gets the valid forms."""
     settings = load({"admin.address": address}, environment(tmp_path))

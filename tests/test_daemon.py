@@ -329,7 +329,7 @@ def test_folder_of_a_foreign_format_is_refused(private_folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text('{"format": "kvstore/nvme/99"}')
     done = run_kvstore(environment, "serve")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "kvstore/nvme/99" in done.stderr.strip().splitlines()[-1]
     assert "99" in (folder / "manifest.json").read_text()
 

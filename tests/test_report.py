@@ -69,7 +69,7 @@ def test_rates_are_over_the_window_and_forget_what_is_older() -> None:
 def test_report_of_an_idle_daemon_reads_well() -> None:
     """No division by nothing, no empty tables."""
     text = render(document(stats_reply(snapshot(), Rates())))
-    assert "no lookup yet" in text
+    assert "hit rate by tokens: no lookup yet  stored 0" in text
     assert "no engine is registered" in text
     assert "dropped" not in text
     assert "scanning, full, 6 I/O errors" in text

@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.core.errors import (
     ConfigError,
+    TierUnavailableError,
 )
 from kvstore.core.messages import (
     Attach,
@@ -43,7 +44,7 @@ def test_a_second_daemon_is_refused_and_the_first_goes_on(rig: Rig) -> None:
     second = Rig(rig.path)
     second.start()
     second.join()
-    assert isinstance(second.failure, ConfigError)
+    assert isinstance(second.failure, TierUnavailableError)
     assert f"another daemon listens there (process {os.getpid()})" in str(second.failure)
     with Peer(rig.path) as peer:
         peer.attach()
@@ -58,6 +59,7 @@ def test_a_live_socket_without_our_lock_is_refused() -> None:
         second = Rig(place)
         second.start()
         second.join()
+        assert isinstance(second.failure, TierUnavailableError)
         assert "another daemon listens there" in str(second.failure)
         assert Path(place).is_socket()
 
@@ -82,5 +84,6 @@ def test_a_file_in_the_sockets_place_is_left_alone() -> None:
         rig = Rig(str(place))
         rig.start()
         rig.join()
+        assert isinstance(rig.failure, ConfigError)
         assert "isn't a socket" in str(rig.failure)
         assert place.read_text() == "mine"

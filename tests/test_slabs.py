@@ -325,8 +325,9 @@ def test_second_daemon_is_kept_out(tmp_path: Path) -> None:
 
 def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(TierUnavailableError, match="can't be opened"):
-        NvmeTier(tmp_path / "file" / "nvme", SLABS, SLAB_BYTES).open()
+    for path in (tmp_path / "file", tmp_path / "file" / "nvme"):
+        with pytest.raises(ConfigError, match=r"is no folder; set nvme\.path to one"):
+            NvmeTier(path, SLABS, SLAB_BYTES).open()
 
 
 @pytest.mark.parametrize(("slabs", "slab_bytes"), [(0, 8192), (1, 4096), (1, 10_000)])

@@ -67,6 +67,11 @@ class Engine:
         ready = self.space is not None
         return EngineState(self.key[1], ready, digest, self.tokens_per_chunk)
 
+    def uncached(self) -> tuple[str, ...]:
+        """What its workers keep and don't register."""
+        layouts = [worker.layout for worker in self.workers.values() if worker.layout is not None]
+        return tuple(sorted({name for layout in layouts for name in layout.uncached}))
+
     def stats(self) -> EngineStats:
         """A snapshot."""
         name = self.namespace or Namespace("", "", "")
@@ -81,6 +86,7 @@ class Engine:
             ranks=ranks,
             sessions=len(self.workers) + len(self.schedulers),
             fingerprint="" if self.space is None else self.space.namespace.hex(),
+            uncached=self.uncached(),
         )
 
 

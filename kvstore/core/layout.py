@@ -147,11 +147,16 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Groups, element type and tokens per chunk of one shard's KV memory."""
+    """Groups, element type and tokens per chunk of one shard's KV memory.
+
+    ``uncached`` names KV that the engine keeps and doesn't register ("draft"): a hit doesn't bring
+    it back, which is shown, and may be made a miss (Limits.partial).
+    """
 
     dtype: str
     tokens_per_chunk: int
     groups: tuple[LayerGroup, ...]
+    uncached: tuple[str, ...] = ()
 
     def validate(self, memory_bytes: int) -> None:
         """Raise LayoutMismatchError, naming field, value and what is valid, unless the layout fits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from kvstore.core.layout import Layout, Part
 from kvstore.core.messages import TierName
@@ -16,6 +17,13 @@ def slot_bytes(tier: TierName, payload_bytes: int) -> int:
     """Size of the slot that keeps this many bytes of payload in a tier."""
     header = 0 if tier is TierName.HOST else HEADER_BYTES
     return header + -(-payload_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+class Partial(Enum):
+    """What an engine gets that doesn't register all of its KV: hits on what it did, or misses."""
+
+    SERVE = "serve"
+    MISS = "miss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,8 @@ class Limits:
     """A chunk enters NVMe at its n-th store."""
     sweep_entries: int = 500
     """Hidden chunks freed per event."""
+    partial: Partial = Partial.SERVE
+    """What engines get that don't register all of their KV (Layout.uncached)."""
     sessions_max: int = 1024
     """Sessions at a time; beyond it a registration is refused."""
     nvme_retry_s: float = 30.0

@@ -18,7 +18,7 @@ from kvstore.core.invariants import check
 from kvstore.core.joining import Joining
 from kvstore.core.keys import KEY_BYTES
 from kvstore.core.leases import Lease, asked
-from kvstore.core.limits import Limits
+from kvstore.core.limits import Limits, Partial
 from kvstore.core.messages import (
     Attach,
     Cancel,
@@ -204,6 +204,8 @@ class Service:
         state, engine = self._state, session.engine
         space, count = engine.space, len(message.keys) // KEY_BYTES
         chunks = 0
+        if state.limits.partial is Partial.MISS and engine.uncached():
+            space = None
         if space is not None and count:
             lease = state.leases.renew(engine.key, message.request, message.keys, state.now)
             if lease is None:

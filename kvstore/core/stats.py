@@ -73,7 +73,7 @@ class TierStats:
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """One engine: ``ranks_registered`` of ``ranks`` are there; ``fingerprint`` is the digest its
-    keys start from."""
+    keys start from; ``uncached`` names KV that it keeps and doesn't register."""
 
     engine: str
     tenant: str
@@ -84,6 +84,7 @@ class EngineStats:
     ranks: int
     sessions: int
     fingerprint: str
+    uncached: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,7 @@ class Latency(_message.Message):
     def __init__(self, count: _Optional[int] = ..., p50_s: _Optional[float] = ..., p90_s: _Optional[float] = ..., p99_s: _Optional[float] = ..., max_s: _Optional[float] = ...) -> None: ...
 
 class Engine(_message.Message):
-    __slots__ = ("engine", "tenant", "model", "alias", "ready", "ranks_registered", "ranks", "sessions", "fingerprint")
+    __slots__ = ("engine", "tenant", "model", "alias", "ready", "ranks_registered", "ranks", "sessions", "fingerprint", "uncached")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +172,7 @@ class Engine(_message.Message):
     RANKS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    UNCACHED_FIELD_NUMBER: _ClassVar[int]
     engine: str
     tenant: str
     model: str
@@ -181,7 +182,8 @@ class Engine(_message.Message):
     ranks: int
     sessions: int
     fingerprint: str
-    def __init__(self, engine: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., alias: _Optional[str] = ..., ready: bool = ..., ranks_registered: _Optional[int] = ..., ranks: _Optional[int] = ..., sessions: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    uncached: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, engine: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., alias: _Optional[str] = ..., ready: bool = ..., ranks_registered: _Optional[int] = ..., ranks: _Optional[int] = ..., sessions: _Optional[int] = ..., fingerprint: _Optional[str] = ..., uncached: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Space(_message.Message):
     __slots__ = ("tenant", "model", "alias", "namespace", "epoch", "chunks")

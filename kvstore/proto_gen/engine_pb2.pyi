@@ -140,14 +140,16 @@ class Namespace(_message.Message):
     def __init__(self, model: _Optional[str] = ..., revision: _Optional[str] = ..., format: _Optional[str] = ..., config: _Optional[str] = ..., alias: _Optional[str] = ...) -> None: ...
 
 class Layout(_message.Message):
-    __slots__ = ("dtype", "tokens_per_chunk", "groups")
+    __slots__ = ("dtype", "tokens_per_chunk", "groups", "uncached")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_CHUNK_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    UNCACHED_FIELD_NUMBER: _ClassVar[int]
     dtype: str
     tokens_per_chunk: int
     groups: _containers.RepeatedCompositeFieldContainer[LayerGroup]
-    def __init__(self, dtype: _Optional[str] = ..., tokens_per_chunk: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ...) -> None: ...
+    uncached: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, dtype: _Optional[str] = ..., tokens_per_chunk: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., uncached: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LayerGroup(_message.Message):
     __slots__ = ("name", "tokens_per_block", "window", "tensors")
