@@ -114,6 +114,12 @@ def _bytes(text: str) -> object:
     return 0 if text.strip().lower() == "off" else parse_size(text.removesuffix("/s"))
 
 
+def _name(text: str) -> object:
+    if not text.replace("-", "").replace("_", "").isalnum():
+        raise ValueError(text)
+    return text
+
+
 def _show_optional(value: object) -> str:
     return "auto" if value is None else str(value)
 
@@ -125,6 +131,7 @@ SHARE = Kind("auto, a size such as 64MiB, or a share such as 20%", amount, show_
 SLAB = Kind("auto or a size such as 64MiB", amount, show_amount)
 BYTES = Kind("a size such as 64MiB", _bytes, show_amount)
 RATE = Kind("bytes a second such as 200MiB/s, or 0 for no limit", _bytes, show_amount)
+NAME = Kind("a name of letters, digits, - and _", _name)
 PATH = Kind("auto or a path", _path, _show_optional)
 ADDRESS = Kind(
     "auto, unix:/path, or a loopback host:port such as 127.0.0.1:7411", _address, _show_optional

@@ -22,9 +22,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from kvstore.core.errors import InvariantError, KVStoreError, LayoutMismatchError
+from kvstore.core.errors import ConfigError, InvariantError, KVStoreError, LayoutMismatchError
+from kvstore.core.eviction import POLICIES, Policy
 from kvstore.core.limits import Limits, Partial, TierLimits
 from kvstore.core.messages import Event, Moved, Persist, ScanDone, Scanned, ScannedSlot, TierName
 from kvstore.core.service import Service
@@ -139,7 +141,7 @@ class Daemon:
         self.mover.open()
         spaces = self.nvme.load_manifest() if self.nvme is not None else ()
         limits = _limits(self.config)
-        self.service = Service(limits, spaces)
+        self.service = Service(limits, spaces, policy(self.config.eviction))
         self.server = EngineServer(
             socket_path=str(self.config.socket),
             service=self.service,
@@ -298,6 +300,19 @@ def describe(daemon: Daemon) -> list[str]:
         f"admin    {config.admin.address}",
         f'connect  from kvstore import Client; client = Client("unix:{config.socket}")',
     ]
+
+
+def policy(name: str) -> Callable[[], Policy]:
+    """The eviction policy of this name: one of ours, or an entry point of the group
+    ``kvstore.policies``. Raises ConfigError for any other name."""
+    if name in POLICIES:
+        return POLICIES[name]
+    found = {entry.name: entry for entry in entry_points(group="kvstore.policies")}
+    if name not in found:
+        valid = ", ".join([*POLICIES, *found])
+        raise ConfigError(f"eviction={name}: no such policy is installed; valid are {valid}")
+    loaded: Callable[[], Policy] = found[name].load()
+    return loaded
 
 
 def _nvme_tier(config: NvmeConfig) -> NvmeTier | None:

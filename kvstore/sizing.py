@@ -111,6 +111,7 @@ class Config:
     admin: AdminConfig
     host: HostConfig
     nvme: NvmeConfig
+    eviction: str
     lease_s: float
     session: SessionConfig
     threads: ThreadsConfig
@@ -137,6 +138,7 @@ def fit(settings: Settings, machine: Machine) -> Config:
         admin=AdminConfig(settings.admin_address()),
         host=host,
         nvme=nvme,
+        eviction=settings.text("eviction"),
         lease_s=settings.seconds("lease_s"),
         session=SessionConfig(
             settings.integer("session.bytes_max"), settings.text("session.partial")

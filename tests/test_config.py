@@ -29,6 +29,7 @@ SAMPLES = {
     "nvme.direct_io": "off",
     "nvme.write_budget": "200MiB",
     "nvme.admit_after": "2",
+    "eviction": "fifo",
     "lease_s": "5min",
     "session.bytes_max": "1GiB",
     "session.partial": "miss",

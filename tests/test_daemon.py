@@ -9,10 +9,14 @@ import socket
 import stat
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
+from kvstore.core.errors import ConfigError
+from kvstore.core.eviction import FirstInFirstOut, LeastRecentlyUsed
+from kvstore.daemon import policy
 from tests.conftest import SETTINGS, RunningDaemon, StartDaemon, private_environment, run_kvstore
 from tests.small_engine import CHUNK_BYTES, SmallEngine, tokens
 
@@ -350,3 +354,17 @@ def test_socket_folder_of_someone_else_is_refused(private_folder: Path, target: 
     last = done.stderr.strip().splitlines()[-1]
     assert f"socket folder {place}" in last
     assert "set socket to a path of your own" in last
+
+
+def test_the_eviction_policy_is_found_by_name(
+    start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours by name, others by their entry point; an unknown one is refused with what there is."""
+    assert policy("fifo") is FirstInFirstOut
+    own = EntryPoint("mine", "kvstore.core.eviction:LeastRecentlyUsed", "kvstore.policies")
+    monkeypatch.setattr("kvstore.daemon.entry_points", lambda group: [own])
+    assert policy("mine") is LeastRecentlyUsed
+    with pytest.raises(ConfigError, match="eviction=lfu: .* valid are lru, fifo, mine"):
+        policy("lfu")
+    daemon = start_daemon(KVSTORE_EVICTION="fifo")
+    assert daemon.stats()["process"]["state"] == "ok"

@@ -44,7 +44,9 @@ def test_a_registered_draft_layer_comes_back_byte_equal(daemon: RunningDaemon) -
         array = np.frombuffer(memory.buffer, np.uint8)
         array[:] = np.random.default_rng(1).integers(0, 256, TOTAL_BYTES, np.uint8)
         before = array.copy()
-        worker = client.register("e1", SPACE, Layout("float16", 16, (group,)), memory.describe(), Shard())
+        worker = client.register(
+            "e1", SPACE, Layout("float16", 16, (group,)), memory.describe(), Shard()
+        )
         assert worker.wait_ready(WAIT_S)
         keys = worker.keys(range(65))
         assert worker.store("r", keys, {"full": [0, 1, 2, 3]}).wait(WAIT_S) is not None

@@ -120,4 +120,4 @@ class FirstInFirstOut(LeastRecentlyUsed):
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {"lru": LeastRecentlyUsed, "fifo": FirstInFirstOut}
-"""Policies by name; others come through the entry points of the composition root."""
+"""Our policies by name; the daemon finds others under the entry points ``kvstore.policies``."""

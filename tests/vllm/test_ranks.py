@@ -21,7 +21,7 @@ def test_two_ranks_hit_together_and_one_missing_part_is_a_miss_for_both(
         {"socket": daemon.socket}, model=model, engine={"tensor_parallel_size": 2}
     )
     assert engine.call("wait_ready")["ready"]
-    text = prompt("ranks", 50)
+    text = prompt("ranks", 60)
     full = whole(engine, text)
     assert full >= 6 * CHUNK
     cold = engine.run({"prompt": text})[0]
