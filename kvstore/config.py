@@ -66,12 +66,7 @@ SCHEMA: tuple[Setting, ...] = (
     Setting(
         "nvme.admit_after", kinds.integer(1, 255), "1", "a chunk enters NVMe at its n-th store"
     ),
-    Setting(
-        "eviction", kinds.NAME, "lru", "what leaves a full tier first: lru, fifo, or a plugin"
-        kinds.NAME,
-        "lru",
-        "what leaves a full tier first: lru, fifo, or a plugin's name",
-    ),
+    Setting("eviction", kinds.NAME, "lru", "what leaves a full tier first: lru, fifo, or a plugin"),
     Setting("lease_s", kinds.duration(0.1, 86400), "60s", "a lookup protects its hit this long"),
     Setting(
         "session.partial",

@@ -364,7 +364,7 @@ def test_the_eviction_policy_is_found_by_name(
     own = EntryPoint("mine", "kvstore.core.eviction:LeastRecentlyUsed", "kvstore.policies")
     monkeypatch.setattr("kvstore.daemon.entry_points", lambda group: [own])
     assert policy("mine") is LeastRecentlyUsed
-    with pytest.raises(ConfigError, match="eviction=lfu: .* valid are lru, fifo, mine"):
+    with pytest.raises(ConfigError, match=r"eviction=lfu: .* valid are lru, fifo, mine"):
         policy("lfu")
     daemon = start_daemon(KVSTORE_EVICTION="fifo")
     assert daemon.stats()["process"]["state"] == "ok"
