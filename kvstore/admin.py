@@ -347,7 +347,13 @@ def _check_free(address: str) -> None:
     """Refuse a Unix path that a living service listens on, or that is no socket: gRPC would replace
     either. A dead socket is fine."""
     path = address.removeprefix("unix:")
-    if path == address or not os.path.lexists(path):
+    if path == address:
+        return
+    if not os.path.isdir(os.path.dirname(path)):
+        raise TierUnavailableError(
+            f"admin.address={address}: its folder doesn't exist; make it, or choose another address"
+        )
+    if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
         raise TierUnavailableError(f"admin.address={address}: the path exists and isn't a socket")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -48,16 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         _refuse_unknown(commands[namespace.command], unknown[0])
     command: Command = namespace.run
+    _escape_output()
     try:
-        return command(namespace)
+        code = command(namespace)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except ConfigError as error:
         return _fail(namespace, str(error), USAGE)
     except KVStoreError as error:
         return _fail(namespace, str(error), FAILURE)
     except BrokenPipeError:
-        sys.stderr.close()
+        _drop_output()
         return FAILURE
     except OSError as error:
+        _drop_output()
         named = f": {error.filename}" if error.filename else ""
         return _fail(namespace, f"{error.strerror or error}{named}", FAILURE)
     except KeyboardInterrupt:
@@ -202,6 +209,21 @@ def _demo(namespace: argparse.Namespace) -> int:
         return int(demo.run(namespace))
     except ModuleNotFoundError as error:
         return _missing_extra(error)
+
+
+def _escape_output() -> None:
+    """What the output's encoding doesn't have is escaped: names and paths may be anything."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """What stdout didn't take goes nowhere: the interpreter would try once more at its end."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _missing_extra(error: ModuleNotFoundError) -> int:

@@ -23,6 +23,8 @@ CALL_DEADLINE_S = 10.0
 CLEAR_DEADLINE_S = 60.0
 CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1))
 """A daemon that knows many models with long names answers with more than gRPC's 4 MiB."""
+NO_ANSWER = "Deadline Exceeded"
+"""What gRPC itself says when a call's deadline has passed, other than what a daemon says."""
 NAMES_SHOWN_MAX = 20
 OK, FAILURE, USAGE, NO_DAEMON = 0, 1, 2, 3
 
@@ -73,6 +75,11 @@ class AdminClient:
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 raise self._no_daemon() from error
+            if error.details() == NO_ANSWER:
+                raise KVStoreError(
+                    f"the daemon at {self.address} doesn't answer within {deadline_s:g} s; it is "
+                    "stopped or very busy: look at its log"
+                ) from error
             raise KVStoreError(f"the daemon at {self.address}: {error.details()}") from error
         return answer
 
@@ -108,15 +115,15 @@ def clear(settings: Settings, namespace: argparse.Namespace) -> int:
 
     def forget(client: AdminClient) -> int:
         figures = client.stats()
-        listed = model in {name for s in figures["spaces"] for name in (s["model"], s["alias"])}
-        if model and not listed and not figures["spaces_more"]:
-            raise _unknown(model, figures)
+        unknown = _unknown(model, tenant, figures)
+        if unknown and not figures["spaces_more"]:
+            raise KVStoreError(unknown)
         if not (namespace.yes or namespace.json or _confirmed(model, tenant)):
             print("nothing was cleared", file=sys.stderr)
             return FAILURE
         reply = client.clear(model, tenant)
-        if model and not listed and not reply.namespaces:
-            raise _unknown(model, figures)
+        if unknown and not reply.namespaces:
+            raise KVStoreError(unknown)
         if namespace.json:
             print(json.dumps({"namespaces": reply.namespaces, "chunks": reply.chunks}))
         else:
@@ -129,15 +136,20 @@ def clear(settings: Settings, namespace: argparse.Namespace) -> int:
     return _with_client(settings, "clear", forget)
 
 
-def _unknown(model: str, figures: report.Document) -> KVStoreError:
-    """The refusal of a model that the daemon doesn't know, with the largest ones that it does."""
-    names = dict.fromkeys(
-        name for space in figures["spaces"] for name in (space["model"], space["alias"]) if name
-    )
-    shown = ", ".join(sorted(list(names)[:NAMES_SHOWN_MAX])) or "none"
-    more = len(names) - NAMES_SHOWN_MAX + figures["spaces_more"]
-    rest = f" and {more} more" if more > 0 else ""
-    return KVStoreError(f"--model={model!r} is not known here; known models: {shown}{rest}")
+def _unknown(model: str, tenant: str, figures: report.Document) -> str:
+    """Why nothing that is listed can be meant, with the largest ones that are known; else
+    empty."""
+    spaces = figures["spaces"]
+    models = [name for space in spaces for name in (space["model"], space["alias"]) if name]
+    tenants = [space["tenant"] for space in spaces]
+    for what, name, known in (("model", model, models), ("tenant", tenant, tenants)):
+        if name and name not in known:
+            names = list(dict.fromkeys(known))
+            more = len(names) - NAMES_SHOWN_MAX + figures["spaces_more"]
+            shown = ", ".join(sorted(names[:NAMES_SHOWN_MAX])) or "none"
+            rest = f" and {more} more" if more > 0 else ""
+            return f"--{what}={name!r} is not known here; known {what}s: {shown}{rest}"
+    return ""
 
 
 def _with_client(settings: Settings, name: str, use: Callable[[AdminClient], int]) -> int:
@@ -155,7 +167,8 @@ def _print_stats(snapshot: report.Document, as_json: bool) -> None:
 
 def _watch(client: AdminClient, seconds: float, as_json: bool) -> int:
     """Print again and again; an interrupt ends it well."""
-    clear_screen = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not as_json else ""
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    clear_screen = "\x1b[H\x1b[2J" if terminal and not as_json else ""
     try:
         while True:
             snapshot = client.stats()
@@ -171,7 +184,7 @@ def _watch(client: AdminClient, seconds: float, as_json: bool) -> int:
 def _confirmed(model: str, tenant: str) -> bool:
     what = f"model {model}" if model else "every model"
     whose = f" of tenant {tenant}" if tenant else ""
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         raise ConfigError("not confirmed, and there is no terminal to ask at; add --yes")
     answer = input(f"Forget the chunks of {what}{whose} on this node? [y/N] ")
     return answer.strip().lower() in ("y", "yes")

@@ -106,6 +106,8 @@ def _serve(config: Config, notify_socket: str) -> int:
         logging.critical("stopped by a bug: %s", error, exc_info=error)
         print(f"kvstore serve: stopped by a bug in kvstore: {error}", file=sys.stderr, flush=True)
         os._exit(FAILURE)
+    except ConfigError:
+        raise
     except KVStoreError as error:
         print(f"kvstore serve: {' '.join(str(error).split())}", file=sys.stderr)
         return FAILURE

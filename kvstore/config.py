@@ -15,6 +15,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -203,10 +204,11 @@ def _config_file(flags: Mapping[str, str], environ: Mapping[str, str]) -> Path |
     )
     for named, source in candidates:
         if named:
-            path = Path(named).expanduser()
-            if not path.is_file():
-                raise ConfigError(f"config={named!r} ({source}) is no file; name one that exists")
-            return path
+            with suppress(ValueError):
+                path = kinds.expanded(named)
+                if path.is_file():
+                    return path
+            raise ConfigError(f"config={named!r} ({source}) is no file; name one that exists")
     path = _xdg_folder(environ, "XDG_CONFIG_HOME", ".config") / "kvstore" / "kvstore.toml"
     return path if path.is_file() else None
 
@@ -214,7 +216,7 @@ def _config_file(flags: Mapping[str, str], environ: Mapping[str, str]) -> Path |
 def _from_file(file: Path) -> dict[str, tuple[str, str]]:
     try:
         document = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, RecursionError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         reason = str(error).replace("\n", " ")
         raise ConfigError(f"config file {file} can't be read: {reason}; it must be TOML") from error
     given: dict[str, tuple[str, str]] = {}
@@ -282,15 +284,20 @@ def _check_socket_path(key: str, path: Path, source: str) -> None:
 
 def _check_admin_address(address: str, source: str) -> str:
     """A Unix path or a loopback port; anything else would need TLS and a token."""
+    refused = ConfigError(
+        f"admin.address={address!r} ({source}) is refused; valid: {kinds.ADDRESS.valid}"
+    )
     if address.startswith("unix:"):
-        path = Path(address.removeprefix("unix:")).expanduser().absolute()
+        try:
+            path = kinds.expanded(address)
+        except ValueError as error:
+            raise refused from error
         _check_socket_path("admin.address", path, source)
         return f"unix:{path}"
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 1 <= int(port) <= 65535:
-        raise ConfigError(
-            f"admin.address={address!r} ({source}) is refused; valid: {kinds.ADDRESS.valid}"
-        )
+    decimal = port.isascii() and port.isdigit() and len(port) <= 5
+    if not host or not decimal or not 1 <= int(port) <= 65535:
+        raise refused
     if host not in ("localhost", "127.0.0.1", "[::1]"):
         raise ConfigError(
             f"admin.address={address!r} ({source}) is refused: an address that other machines "

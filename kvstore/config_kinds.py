@@ -99,9 +99,19 @@ def choice(*words: str) -> Kind:
 def _path(text: str) -> object:
     if not text.strip() or "\0" in text:
         raise ValueError("a path can't be empty")
-    if text == "auto":
-        return None
-    return Path(text.removeprefix("unix:")).expanduser().absolute()
+    return None if text == "auto" else expanded(text)
+
+
+def expanded(text: str) -> Path:
+    """The absolute path that a text names, with or without ``unix:`` before it; ValueError for a
+    URL of something else, nothing at all, or the home of a user that there isn't."""
+    path = text.removeprefix("unix://").removeprefix("unix:")
+    if not path.strip() or "://" in path:
+        raise ValueError(f"{text!r} is not a path")
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise ValueError(f"{text!r} is in no home") from error
 
 
 def _address(text: str) -> object:
@@ -120,6 +130,13 @@ def _name(text: str) -> object:
     return text
 
 
+def _bytes_above_0(text: str) -> object:
+    nbytes = parse_size(text)
+    if not nbytes:
+        raise ValueError("0 bytes hold nothing")
+    return nbytes
+
+
 def _show_optional(value: object) -> str:
     return "auto" if value is None else str(value)
 
@@ -129,7 +146,7 @@ AMOUNT = Kind(
 )
 SHARE = Kind("auto, a size such as 64MiB, or a share such as 20%", amount, show_amount)
 SLAB = Kind("auto or a size such as 64MiB", amount, show_amount)
-BYTES = Kind("a size such as 64MiB", _bytes, show_amount)
+BYTES = Kind("a size such as 64MiB", _bytes_above_0, show_amount)
 RATE = Kind("bytes a second such as 200MiB/s, or 0 for no limit", _bytes, show_amount)
 NAME = Kind("a name of letters, digits, - and _", _name)
 PATH = Kind("auto or a path", _path, _show_optional)

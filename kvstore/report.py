@@ -77,10 +77,15 @@ def _tier_row(tier: Document) -> tuple[str, ...]:
 
 
 def _traffic(traffic: Document) -> str:
-    share = f"{traffic['hit_rate']:.1%}" if traffic["lookup_tokens"] else "no lookup yet"
+    share = ": no lookup yet"
+    if traffic["lookup_tokens"]:
+        share = (
+            f" {traffic['hit_rate']:.1%} "
+            f"({traffic['hit_tokens']} of {traffic['lookup_tokens']} tokens)"
+        )
     lines = [
-        f"hit rate by tokens {share} ({traffic['hit_tokens']} of {traffic['lookup_tokens']} tokens)"
-        f"  stored {traffic['stored_chunks']} chunks  retrieved {traffic['retrieved_chunks']}",
+        f"hit rate by tokens{share}  stored {traffic['stored_chunks']} chunks  "
+        f"retrieved {traffic['retrieved_chunks']}",
         f"sessions {traffic['sessions']}  leases {traffic['leases']}  moves "
         f"{traffic['moves_in_flight']} in flight, {traffic['moves_queued']} queued  "
         f"waiting for NVMe {traffic['write_backlog']}",

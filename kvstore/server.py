@@ -124,7 +124,8 @@ class EngineServer:
     async def run(self, on_ready: Callable[[], None]) -> None:
         """Listen and serve until ``stop``; ``on_ready`` is called once engines can connect.
 
-        Raises ConfigError where the socket can't be had, and whatever stopped the daemon.
+        Raises ConfigError or TierUnavailableError where the socket can't be had, and whatever
+        stopped the daemon.
         """
         self._listener.open()
         loop = asyncio.get_running_loop()

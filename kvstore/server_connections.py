@@ -148,6 +148,18 @@ class Connection:
                 self._loop.add_writer(self._peer.fileno(), self._writable)
                 self._writing = True
 
+    def take_descriptor(self) -> int | None:
+        """The one descriptor that came with the frame, now the caller's; None where this process
+        could open no more. Raises ProtocolError where another number came; those are closed."""
+        descriptors = self.reader.take_descriptors()
+        if len(descriptors) == 1:
+            return descriptors[0]
+        for fd in descriptors:
+            os.close(fd)
+        if self.reader.descriptors_lost:
+            return None
+        raise ProtocolError(f"REGISTER with {len(descriptors)} descriptors; valid is 1")
+
     def stop_reading(self) -> None:
         """Take nothing from the peer any more; the socket stays open. Idempotent."""
         if self._reading:

@@ -14,7 +14,7 @@ import socket
 import stat
 from contextlib import suppress
 
-from kvstore.core.errors import ConfigError
+from kvstore.core.errors import ConfigError, TierUnavailableError
 from kvstore.wire import socket_path
 
 BACKLOG = 128
@@ -33,8 +33,8 @@ class Listener:
     def open(self) -> None:
         """Lock the path, replace a stale socket, bind and listen.
 
-        Raises ConfigError, and leaves everything as it was, where the path is unusable or another
-        daemon listens there.
+        Leaves everything as it was and raises ConfigError where the path is unusable,
+        TierUnavailableError where another daemon listens there.
         """
         path = socket_path(self._path)
         try:
@@ -45,7 +45,7 @@ class Listener:
         except OSError as error:
             self.close()
             raise ConfigError(f"socket {path}: {error.strerror or error}") from error
-        except ConfigError:
+        except (ConfigError, TierUnavailableError):
             self.close()
             raise
 
@@ -99,14 +99,14 @@ class Listener:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             owner = os.pread(self._lock_fd, 32, 0).decode("ascii", "replace").strip()
-            raise ConfigError(
+            raise TierUnavailableError(
                 f"socket {path}: another daemon listens there (process {owner or 'unknown'})"
             ) from error
         os.ftruncate(self._lock_fd, 0)
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode("ascii"), 0)
 
     def _remove_stale(self, path: str) -> None:
-        """Remove a socket file whose listener is gone; raise ConfigError for anything else."""
+        """Remove a socket file whose listener is gone; raise for anything else."""
         try:
             mode = os.lstat(path).st_mode
         except FileNotFoundError:
@@ -119,7 +119,7 @@ class Listener:
         if code == errno.ECONNREFUSED:
             os.unlink(path)
         elif code != errno.ENOENT:
-            raise ConfigError(f"socket {path}: another daemon listens there")
+            raise TierUnavailableError(f"socket {path}: another daemon listens there")
 
     def _bind(self, path: str) -> None:
         """Bind and only then listen, so that nobody connects before the mode is set."""

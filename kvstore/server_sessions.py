@@ -13,6 +13,7 @@ import asyncio
 import functools
 import logging
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable
@@ -41,6 +42,7 @@ from kvstore.server_connections import (
     SessionStats,
 )
 from kvstore.server_hands import Mover, OpenPages, Tenants
+from kvstore.server_refusals import Refusals
 from kvstore.wire import hello, hello_mismatch, read_client_message
 from kvstore.wire_messages import (
     Registration,
@@ -56,8 +58,6 @@ CONNECTIONS_MAX = 1024 + 64
 """The core's sessions, and some that say HELLO or are on their way out."""
 MAPPERS = 4
 """Threads that map and unmap engines' memory."""
-REFUSALS_MAX = 1024
-"""Who was refused, and why, remembered so that it is logged once."""
 
 Opening = Future[tuple[Registration, EnginePages]]
 _log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Sessions:
         self._tenants = tenants
         self._connections: dict[SessionID, Connection] = {}
         self._last_session = 0
-        self._refusals: dict[str, str] = {}
+        self._refusals = Refusals()
         self._stopping = ""
         self._threads = ThreadPoolExecutor(MAPPERS, thread_name_prefix="kvstore-map")
 
@@ -247,7 +247,7 @@ class Sessions:
         connection.send(write_hello(message.id, ours))
         mismatch = hello_mismatch(message.hello, ours)
         if mismatch:
-            self._note_refusal(f"process {connection.process}", mismatch)
+            self._refusals.note(f"process {connection.process}", mismatch)
             self.broken(connection, mismatch)
         else:
             connection.phase = Phase.GREETED
@@ -263,13 +263,12 @@ class Sessions:
         """Have the memory mapped in a thread; the descriptor is closed there, come what may."""
         check_memory(message.register)
         connection.tenant = self._tenants(message.credential, connection.user)
-        descriptors = connection.reader.take_descriptors()
-        if len(descriptors) != 1:
-            for fd in descriptors:
-                os.close(fd)
-            raise ProtocolError(f"REGISTER with {len(descriptors)} descriptors; valid is 1")
+        fd = connection.take_descriptor()
+        if fd is None:
+            self._out_of_descriptors(connection)
+            return
         connection.phase = Phase.OPENING
-        connection.opening = self._threads.submit(self._open, message.register, descriptors[0])
+        connection.opening = self._threads.submit(self._open, message.register, fd)
         connection.opening.add_done_callback(_soon(self._opened, connection, message.id))
 
     def _open(self, message: pb.Register, fd: int) -> tuple[Registration, EnginePages]:
@@ -298,7 +297,7 @@ class Sessions:
         elif isinstance(error, InvariantError):
             raise error
         else:
-            self._note_refusal(f"process {connection.process}", str(error))
+            self._refusals.note(f"process {connection.process}", str(error))
             self._fail(connection, number, error)
 
     def _enter(self, connection: Connection, number: int, registration: Registration) -> None:
@@ -325,10 +324,10 @@ class Sessions:
         if refused is None:
             if connection.phase is Phase.JOINING:
                 connection.phase = Phase.ACTIVE
-            self._refusals.pop(f"engine {connection.engine}", None)
+            self._refusals.forget(f"engine {connection.engine}")
             _log.info("session %d of engine %s began: %s", *_name(connection), connection.role)
             return
-        self._note_refusal(f"engine {connection.engine}", refused.reason)
+        self._refusals.note(f"engine {connection.engine}", refused.reason)
         if connection.phase is Phase.CLOSING:
             self._finish(connection)
             return
@@ -339,13 +338,13 @@ class Sessions:
             self._mover.detach(connection.session)
             self._threads.submit(pages.close)
 
-    def _note_refusal(self, who: str, reason: str) -> None:
-        """Log a refusal once: who is refused tries again every second."""
-        if self._refusals.get(who) != reason:
-            _log.warning("%s is refused: %s", who, reason)
-            if len(self._refusals) >= REFUSALS_MAX:
-                self._refusals.clear()
-            self._refusals[who] = reason
+    def _out_of_descriptors(self, connection: Connection) -> None:
+        """Not the peer's fault, and not for ever: the end of the stream lets it try again."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        reason = f"the daemon is out of descriptors (RLIMIT_NOFILE {limit})"
+        self.counts.connections_refused += 1
+        self._refusals.note(f"process {connection.process}", reason)
+        self.lost(connection, reason)
 
     # ------------------------------------------------------------ the end
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 SIZE_UNITS: dict[str, int] = {
@@ -90,4 +91,7 @@ def _quantity(text: str) -> tuple[float, str]:
     match = _QUANTITY.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a number with a unit")
-    return float(match[1]), match[2]
+    number = float(match[1])
+    if not math.isfinite(number):
+        raise ValueError(f"{text:.20} is too large a number")
+    return number, match[2]

@@ -57,10 +57,12 @@ class FrameReader:
 
     ``descriptors`` says how many a frame may bring; with 0 the kernel drops them unseen. Owns the
     descriptors that nobody took: they are closed at the next frame and by ``close``.
+    ``descriptors_lost`` says that some could not be had, as this process may open no more.
     """
 
     def __init__(self, frame_bytes_max: int, descriptors: int = 0) -> None:
         self._frame_bytes_max = frame_bytes_max
+        self.descriptors_lost = False
         self._descriptors_max = descriptors
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
@@ -132,8 +134,11 @@ class FrameReader:
 
     def _receive_with_descriptors(self, source: socket.socket, room: memoryview) -> int:
         flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-        count, ancillary, _, _ = source.recvmsg_into([room], _ANCILLARY_BYTES, flags)
+        count, ancillary, told, _ = source.recvmsg_into([room], _ANCILLARY_BYTES, flags)
         self._received_bytes += count
+        if told & socket.MSG_CTRUNC:
+            came = sum(len(data) // 4 for _, _, data in ancillary)
+            self.descriptors_lost |= came < DESCRIPTORS_MAX
         for level, kind, data in ancillary:
             if level != socket.SOL_SOCKET or kind != socket.SCM_RIGHTS:
                 continue

@@ -306,7 +306,8 @@ class Peer:
     def send_bytes(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send bytes as they are."""
         sent = socket.send_fds(self.socket, [data], list(descriptors)) if descriptors else 0
-        self.socket.sendall(data[sent:])
+        if sent < len(data):
+            self.socket.sendall(data[sent:])
 
     def receive(self) -> pb.DaemonMessage | None:
         """The next message, None at the end of the stream."""

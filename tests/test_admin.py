@@ -3,6 +3,7 @@ port."""
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -108,6 +109,31 @@ def test_only_the_known_services_are_there(service: AdminService) -> None:
     assert services_of(service.address) == {
         SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection",
     }  # fmt: skip
+
+
+def test_streams_that_say_nothing_hold_nobody(service: AdminService) -> None:
+    """Six people stopped their grpcurl in the middle: figures are still to be had, those beyond
+    the limit are told, and the service ends in order beside them."""
+    over = threading.Event()
+    ended: queue.Queue[grpc.StatusCode] = queue.Queue()
+
+    def silence() -> Iterator[reflection_pb2.ServerReflectionRequest]:
+        over.wait(60)
+        yield from ()
+
+    with grpc.insecure_channel(service.address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        for _ in range(6):
+            stub.ServerReflectionInfo(silence()).add_done_callback(lambda s: ended.put(s.code()))
+        for _ in range(2):
+            assert ended.get(timeout=20) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        with AdminClient(service.address) as client:
+            assert client.stats()["process"]["state"] == "ok"
+        closing = threading.Thread(target=service.close)
+        closing.start()
+        closing.join(20)
+        over.set()
+        assert not closing.is_alive()
 
 
 def test_callers_deadline_reaches_the_daemon(service: AdminService, source: ScriptedSource) -> None:

@@ -134,6 +134,7 @@ def test_config_file_of_an_unknown_user_is_one_line(private_folder: Path) -> Non
 def test_output_that_nobody_takes_is_one_line(command: str, private_folder: Path) -> None:
     """A full device behind stdout; a closed one is nobody's business."""
     environment = private_environment(private_folder)
+    environment.pop("PYTHONUNBUFFERED", None)
     kvstore = f"exec {sys.executable} -m kvstore.cli {command}"
     done = subprocess.run(
         ["bash", "-c", f"{kvstore} > /dev/full"],
@@ -156,8 +157,9 @@ def test_output_that_nobody_takes_is_one_line(command: str, private_folder: Path
 def test_what_the_terminal_cannot_show_is_escaped(private_folder: Path) -> None:
     """A path in Japanese and a terminal of 1970."""
     environment = private_environment(private_folder) | {"PYTHONIOENCODING": "ascii"}
-    done = run_kvstore(environment, "serve", "--print-config", "--nvme-path", "/日本")
+    done = run_kvstore(environment, "doctor", "--nvme-path", "/日本", "--nvme-size", "off")
     assert (done.returncode, done.stderr) == (0, "")
+    assert "/\\u65e5\\u672c on " in done.stdout
     done = run_kvstore(environment, "verify", "--nvme-path", "/日本")
     assert done.returncode == 2
     assert "/\\u65e5\\u672c is no folder" in one_line(done.stderr)

@@ -196,7 +196,7 @@ def test_a_refusal_after_a_loss_is_logged_once_and_tried_again(
         del rig.core.answers[Register]
         assert worker.wait_ready(DEADLINE_S)
         lines = [r.name for r in caplog.records if "held by another" in r.getMessage()]
-        assert sorted(lines) == ["kvstore.client_line", "kvstore.server_sessions"]
+        assert sorted(lines) == ["kvstore.client_line", "kvstore.server_refusals"]
         joined = [r for r in caplog.records if "connected to the daemon" in r.getMessage()]
         assert len(joined) == 2
 

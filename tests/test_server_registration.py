@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -50,6 +52,19 @@ def memory() -> Iterator[int]:
         yield descriptor
 
 
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """In this process nothing can be opened."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_a_registration_brings_memory_then_the_mover_then_the_core(rig: Rig, memory: int) -> None:
     """The core may send Moves as soon as it knows of the session, so the mover must know first."""
     known: list[bool] = []
@@ -84,6 +99,24 @@ def test_a_registration_has_exactly_one_descriptor(rig: Rig, memory: int, count:
         peer.register([memory])
         assert peer.answer().engine.ready
     eventually(lambda: open_descriptors() == before)
+
+
+def test_a_daemon_that_is_out_of_descriptors_is_left_to_be_tried_again(
+    rig: Rig, memory: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel drops the engine's descriptor, as the daemon can take none. That isn't the
+    engine's fault, and not for ever: the connection is closed, and a later one registers."""
+    with Peer(rig.path) as peer:
+        peer.greet()
+        with no_descriptor_left():
+            peer.register([memory])
+            assert peer.receive() is None
+    assert "out of descriptors (RLIMIT_NOFILE" in caplog.text
+    assert rig.server.call(rig.server.stats).result(DEADLINE_S).connections_refused == 1
+    with Peer(rig.path) as peer:
+        peer.greet()
+        peer.register([memory])
+        assert peer.answer().kind == pb.DaemonMessage.ENGINE
 
 
 def test_descriptors_that_come_unasked_are_closed(rig: Rig, memory: int) -> None:

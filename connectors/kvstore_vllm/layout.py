@@ -79,7 +79,7 @@ def describe(
             spec = _layer_spec(group.kv_cache_spec, name)
             blocks = config.num_blocks_of(tensor)
             span = _span(spec, tensor, place, blocks)
-            _check_view(name, views[name], span, base, spec)
+            _check_view(name, views[name], span, base)
             spans[span.offset_bytes] = span
             dtypes.add(str(views[name].dtype).removeprefix("torch."))
         groups.append(
@@ -91,7 +91,15 @@ def describe(
 
 
 def _kind(spec: KVCacheSpec) -> KVCacheSpec:
-    return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+    """What stands for all layers of a group."""
+    if not isinstance(spec, UniformTypeKVCacheSpecs):
+        return spec
+    kinds = {type(layer) for layer in spec.kv_cache_specs.values()}
+    if len(kinds) > 1:
+        raise LayoutMismatchError(
+            f"layout: a group of several kinds: {sorted(kind.__name__ for kind in kinds)}"
+        )
+    return spec.first_spec
 
 
 def _layer_spec(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
@@ -123,9 +131,7 @@ def _span(spec: KVCacheSpec, tensor: KVCacheTensor, place: int, blocks: int) -> 
     )
 
 
-def _check_view(
-    name: str, view: torch.Tensor, span: TensorSpan, base: int, spec: KVCacheSpec
-) -> None:
+def _check_view(name: str, view: torch.Tensor, span: TensorSpan, base: int) -> None:
     """The view [blocks, heads, states, content] must be the span, cut at block boundaries."""
     size = view.element_size()
     pieces, rest = divmod(view.shape[0], span.num_blocks)
@@ -143,7 +149,7 @@ def _check_view(
             f"not {span.num_blocks} blocks {span.block_stride_bytes} apart as described"
         )
     used = (pieces - 1) * stride + inner * size
-    if used > span.block_bytes or spec.block_size < 1:
+    if used > span.block_bytes:
         raise LayoutMismatchError(
             f"{where} spreads a block over {used} bytes, not {span.block_bytes} as described"
         )

@@ -2,7 +2,7 @@
 
 A store or retrieve of thousands of chunks would hold the loop for as long as all of its chunks take
 to decide. So an event begins STEP_CHUNKS of them; the rest is begun at Ticks, sessions in turn. The
-requests of one session are begun in the order in which they came, as a chunk needs its parent.
+stores of one session are begun in the order in which they came, as a chunk needs its parent.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ class Batches:
     def add(self, batch: Batch) -> None:
         """Begin a batch, as much of it as one event may; the ticket waits for its end."""
         batch.ticket.wait(0)
-        session = batch.ticket.session
-        if any(other.ticket.session == session for other in self._batches) or not batch.step():
+        if any(_follows(batch, other) for other in self._batches) or not batch.step():
             self._batches.append(batch)
         else:
             _finish(batch)
@@ -86,10 +85,15 @@ class Batches:
                 _finish(batch)
 
     def _put_back(self, batch: Batch) -> None:
-        """Behind other sessions' batches, before its own session's."""
-        session = batch.ticket.session
-        later = [i for i, b in enumerate(self._batches) if b.ticket.session == session]
+        """Behind all others, but before those that follow it."""
+        later = [i for i, other in enumerate(self._batches) if _follows(other, batch)]
         self._batches.insert(later[0] if later else len(self._batches), batch)
+
+
+def _follows(batch: Batch, other: Batch) -> bool:
+    """Whether a batch must wait for another: one of its session and kind."""
+    ours, theirs = batch.ticket, other.ticket
+    return (ours.session, ours.kind) == (theirs.session, theirs.kind)
 
 
 def _finish(batch: Batch) -> None:

@@ -70,13 +70,12 @@ class Retrieving:
 
     def cancel(self, ticket: Ticket) -> None:
         """The ticket waits for no read any more; a queued read that nobody waits for is dropped."""
-        for job in list(self._reads.values()):
+        for job in list(ticket.reads):
             mine = [reader for reader in job.readers if reader.wait.ticket is ticket]
-            if not mine:
-                continue
             job.readers = [reader for reader in job.readers if reader.wait.ticket is not ticket]
             for reader in mine:
                 ticket.settle(reader.wait.chunk, ok=False)
+            ticket.reads.discard(job)
             if not job.readers and not self._state.transfers.is_running(job.id):
                 self._state.transfers.drop(job)
                 self._forget(job)
@@ -154,6 +153,8 @@ class Retrieving:
     def _retrieve_chunk(self, batch: _Batch, chunk: int) -> bool:
         """Queue what one chunk needs; tells whether it is there. Nothing is queued where it
         isn't."""
+        if not batch.space.alive:
+            return False
         found: list[tuple[Slot, Blocks]] = []
         for part in Part:
             if batch.blocks.all_null(part, chunk):
@@ -208,10 +209,13 @@ class Retrieving:
             self._reads[source] = job
             self._state.transfers.push(job)
         job.readers.append(reader)
+        reader.wait.ticket.reads.add(job)
 
     def _forget(self, job: Job) -> None:
         if job.source is not None:
             self._reads.pop(job.source, None)
+        for reader in job.readers:
+            reader.wait.ticket.reads.discard(job)
 
     def _settle_target(self, target: Slot, status: MoveStatus) -> None:
         """Commit the promoted copy, or give the place up; Moves that hold it still read from it."""

@@ -117,6 +117,8 @@ class Storing:
 
         def begin(chunk: int) -> bool:
             nonlocal refused
+            if not batch.chain.space.alive:
+                refused = Drop.CLEARED
             refused = refused or self._store_chunk(batch, chunk)
             return refused is None
 

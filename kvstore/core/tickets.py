@@ -7,15 +7,18 @@ no Move touches them, and a store's acknowledgement never precedes the commit.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.core.messages import Completed, MoveID, SessionID
 from kvstore.core.slots import Handle
 
+if TYPE_CHECKING:
+    from kvstore.core.transfers import Job
+
 
 class Ticket:
-    """One store or retrieve. ``failed`` and ``waits`` are per chunk; ``moves`` are its live
-    Moves."""
+    """One store or retrieve. ``failed`` is per chunk; ``moves`` are its live Moves, ``reads`` the
+    READs that it waits for, ``own_slots`` the slots that it fills, ``joined`` those that others do."""
 
     __slots__ = (
         "cancelled",
@@ -28,6 +31,7 @@ class Ticket:
         "nbytes",
         "open_waits",
         "own_slots",
+        "reads",
         "reason",
         "request",
         "session",
@@ -45,6 +49,7 @@ class Ticket:
         self.moves: set[MoveID] = set()
         self.own_slots: list[Handle] = []
         self.joined: list[Handle] = []
+        self.reads: set[Job] = set()
         self.cancelled = False
         self.reason = ""
         self.nbytes = 0

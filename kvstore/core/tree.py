@@ -360,7 +360,6 @@ class Tree:
             if slot.owner is not None and slot.state is not SlotState.FREE:
                 self.evictions += slot.owner.live
                 self.doom(slot.owner)
-        self.slabs.retire(slab.number)
 
     def _evict_for(self, slot_bytes: int) -> bool:
         """Evict what leaves first among what frees a slot of this size."""

@@ -198,7 +198,13 @@ class NvmeTier:
         return self._counter.stats(self.name.value, self._files.mode)
 
     def _make_folder(self) -> None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(
+                f"nvme: {self.folder} is no folder; set nvme.path to one, or to where one can be "
+                "made"
+            ) from error
         try:
             self.folder.chmod(0o700)
         except PermissionError as error:

@@ -37,6 +37,28 @@ def check_inside(service: Service, sessions: Iterable[SessionView]) -> None:
                 _check_places(tree, copy)
 
 
+def check_hit(service: Service, view: SessionView, keys: list[bytes]) -> None:
+    """Raise SimulationError unless each chunk of a hit is in some tier with all that is above it."""
+    state = service._state
+    space = state.spaces.find(*view.space())
+    for key in keys:
+        found = False
+        for tree in state.directory.trees():
+            copy = None if space is None else tree.find(space, key)
+            found = found or (copy is not None and copy.visible() and _is_rooted(copy))
+        if not found:
+            raise SimulationError(f"a hit on {key.hex()[:6]}, which has left every tier")
+
+
+def _is_rooted(copy: Copy) -> bool:
+    above = copy.parent
+    while above is not None:
+        if not above.live:
+            return False
+        above = above.parent
+    return True
+
+
 def _check_room(tree: Tree) -> None:
     """Each slot of a cut slab is in use, in the free list, or still to be made."""
     for slab in tree.slabs.cuts():

@@ -19,6 +19,8 @@ from kvstore.core.messages import (
     Detach,
     Effect,
     Event,
+    Lookup,
+    LookupReply,
     Message,
     Move,
     Moved,
@@ -38,12 +40,13 @@ from kvstore.core.service import Service
 from tests.sim.errors import SimulationError
 from tests.sim.faults import Faults
 from tests.sim.hands import Hands
+from tests.sim.inside import check_hit
 from tests.sim.media import Disk, EngineMemory
 from tests.sim.model import Model
 from tests.sim.scan import scan
 from tests.sim.shapes import EngineShape
 from tests.sim.story import Story
-from tests.sim.views import SessionView, TicketView
+from tests.sim.views import SessionView, TicketView, split
 
 BUGS = (
     KVStoreError, AssertionError, ArithmeticError, AttributeError, LookupError, TypeError,
@@ -210,6 +213,7 @@ class World:
                 self._check_write(effect)
                 self.hands.start(effect)
             case Reply():
+                self._check_hit(effect)
                 self.model.reply(effect, self)
                 self._tell(effect)
             case Detach(session):
@@ -222,6 +226,12 @@ class World:
             case Persist():
                 self._persists.append(effect)
                 self.later(self.rng.uniform(0.001, 0.05), self._persist)
+
+    def _check_hit(self, reply: Reply) -> None:
+        message = self.model.open.get((reply.session, reply.id))
+        if isinstance(reply.body, LookupReply) and isinstance(message, Lookup):
+            keys = split(message.keys)[: reply.body.chunks]
+            check_hit(self.service, self.model.sessions[reply.session], keys)
 
     def _tell(self, reply: Reply) -> None:
         name = (reply.session, reply.id)

@@ -59,8 +59,8 @@ def write_adapter(folder: Path, model: str) -> None:
     for layer in range(config.num_hidden_layers):
         for name, heads in sizes.items():
             where = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{where}.lora_A.weight"] = torch.randn(rank, config.hidden_size) * 0.1
-            weights[f"{where}.lora_B.weight"] = torch.randn(heads * config.head_dim, rank) * 0.1
+            weights[f"{where}.lora_A.weight"] = torch.randn(rank, config.hidden_size) * 0.5
+            weights[f"{where}.lora_B.weight"] = torch.randn(heads * config.head_dim, rank) * 0.5
     folder.mkdir(parents=True)
     save_file(weights, str(folder / "adapter_model.safetensors"))
     facts = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none",
