@@ -18,11 +18,11 @@ FOR_TEST := .[transformers,dev]
 retry = for try in 1 2 3; do $(1) && break; [ $$try -lt 3 ] || exit 1; echo "trying again: $(1)"; sleep 5; done
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check bench proto wheel format clean
+.PHONY: help run test test-vllm check bench proto wheel format clean
 
 help: ## list the targets
 	@echo "kvstore: make TARGET [ARGS=...]"
-	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)/  \1\t\2/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 12
 	@echo "settings: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=\"$(TORCH)\""
 
 run: $(VENV)/.transformers ## install, get a small model, and show a prompt served from memory and from NVMe
@@ -31,6 +31,10 @@ run: $(VENV)/.transformers ## install, get a small model, and show a prompt serv
 
 test: $(VENV)/.dev ## install what the tests need and run all of them
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-vllm: $(VENV)/.dev ## build an environment with vLLM (2.5 GB, minutes, once) and run its tests
+	@$(BIN)/python -m kvstore_transformers.fetch
+	@python=$$($(BIN)/python -m kvstore_vllm.environment) && KVSTORE_VLLM_PYTHON=$$python $(BIN)/python -m pytest tests/vllm $(ARGS)
 
 check: $(VENV)/.dev ## ruff, mypy --strict, the rules of the code base, and generated code up to date
 	$(BIN)/ruff check .

@@ -20,18 +20,21 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
+from kvstore.admin_reflection import STREAMS_MAX, BoundedReflection
 from kvstore.core.errors import KVStoreError, TierUnavailableError
 from kvstore.core.messages import Cleared
 from kvstore.core.stats import CoreStats, EngineStats, LatencySummary, SpaceStats, TierStats
 from kvstore.proto_gen import admin_pb2
 
 SERVICE = "kvstore.admin.v1.Admin"
-THREADS = 4
+THREADS = 4 + STREAMS_MAX
+CALLS_MAX = 64
+"""Calls and streams at a time; beyond it they are refused rather than queued."""
 RATE_WINDOW_S = 10
 """Throughput is averaged over this many seconds, one sample each."""
-STOP_GRACE_S = 1.0
+STOP_GRACE_S, STOP_S = 0.5, 1.0
 SPACES_LISTED_MAX = 1000
 """Namespaces that Stats lists, those with most chunks; the rest is counted. The core may know
 65,536."""
@@ -137,11 +140,12 @@ class AdminService:
         server = grpc.server(
             ThreadPoolExecutor(THREADS, thread_name_prefix="admin"),
             options=[("grpc.so_reuseport", 0)],
+            maximum_concurrent_rpcs=CALLS_MAX,
         )
         server.add_generic_rpc_handlers((self._handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(BoundedReflection(names), server)
         try:
             server.add_insecure_port(self.address)
         except RuntimeError as error:
@@ -167,10 +171,11 @@ class AdminService:
             self._health.set(name, status)
 
     def close(self) -> None:
-        """Refuse new calls, let those that run end within STOP_GRACE_S, and stop. Idempotent."""
+        """Refuse new calls, let those that run end within STOP_GRACE_S, and stop; nothing that a
+        caller does makes it take longer than STOP_S. Idempotent."""
         if self._server is not None:
             self._health.enter_graceful_shutdown()
-            self._server.stop(STOP_GRACE_S).wait()
+            self._server.stop(STOP_GRACE_S).wait(STOP_S)
             self._server = None
 
     def _handlers(self) -> grpc.GenericRpcHandler[Any, Any]:

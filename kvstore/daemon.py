@@ -268,13 +268,14 @@ class Daemon:
         self._stop.set()
         for thread in self._threads:
             thread.join()
-        if self.admin is not None:
-            self.admin.close()
         self.mover.close()
         if self.server is not None:
             self.server.close()
         if self.nvme is not None:
             self.nvme.close()
+        # Behind what must not be lost: whoever asks for figures decides nothing about the folder.
+        if self.admin is not None:
+            self.admin.close()
         self.host.close()
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 class Ticket:
     """One store or retrieve. ``failed`` is per chunk; ``moves`` are its live Moves, ``reads`` the
-    READs that it waits for, ``own_slots`` the slots that it fills, ``joined`` those that others do."""
+    READs that it waits for, ``own_slots`` the slots that it fills, ``joined`` those that another
+    ticket fills."""
 
     __slots__ = (
         "cancelled",
