@@ -145,7 +145,8 @@ class AdminService:
         server.add_generic_rpc_handlers((self._handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(BoundedReflection(names), server)
+        streams: Any = BoundedReflection(names)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(streams, server)
         try:
             server.add_insecure_port(self.address)
         except RuntimeError as error:

@@ -13,11 +13,11 @@ STREAMS_MAX = 4
 """Each open stream takes a thread of the admin service until its caller ends it."""
 
 
-class BoundedReflection(reflection.ReflectionServicer):  # type: ignore[misc]
+class BoundedReflection:
     """Reflection for ``names``; beyond STREAMS_MAX a stream is refused at once."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        super().__init__(names)
+        self._service: Any = reflection.ReflectionServicer(names)
         self._free = threading.Semaphore(STREAMS_MAX)
 
     def ServerReflectionInfo(  # the name that gRPC calls
@@ -29,6 +29,6 @@ class BoundedReflection(reflection.ReflectionServicer):  # type: ignore[misc]
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"{STREAMS_MAX} reflection streams are open"
             )
         try:
-            yield from super().ServerReflectionInfo(request_iterator, context)
+            yield from self._service.ServerReflectionInfo(request_iterator, context)
         finally:
             self._free.release()

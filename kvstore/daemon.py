@@ -38,6 +38,7 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.slabs import DirectIO
+from kvstore.tiers.threads import start_thread
 from kvstore.units import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -131,7 +132,9 @@ class Daemon:
         """ "ok", or one line that says what is degraded."""
         if self._stop.is_set():
             return "stopping"
-        return self.problem or self._stalled or self.mover.stats().degraded or "ok"
+        failing = self.nvme.stats().failing if self.nvme is not None else ""
+        tier = f"the NVMe tier fails: {failing}" if failing else ""
+        return self.problem or self._stalled or self.mover.stats().degraded or tier or "ok"
 
     def _open(self) -> None:
         """Everything up to the server; what was opened is closed by ``_close``."""
@@ -165,9 +168,7 @@ class Daemon:
             self._start("scan", self._scan)
 
     def _start(self, name: str, target: Callable[[], None]) -> None:
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        self._threads.append(start_thread(name, target))
 
     def _finish_start(self) -> None:
         """In a thread: the admin service, then the lines that say how to connect, then samples."""

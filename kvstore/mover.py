@@ -11,6 +11,7 @@ not cost the Move: it is reported as FAILED, logged with its trace, and marks th
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import queue
@@ -41,6 +42,7 @@ from kvstore.device.base import Pages
 from kvstore.tiers.base import ChunkForeignError, Tier
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.priority import lower_priority
+from kvstore.tiers.threads import start_thread
 
 _log = logging.getLogger(__name__)
 
@@ -125,7 +127,8 @@ class Mover:
         self._unexpected = 0
 
     def open(self) -> None:
-        """Start the threads."""
+        """Start the threads; raises TierUnavailableError where the system refuses one, and
+        ``close`` ends the others."""
         for lane in self._lanes.values():
             lane.start(self._run)
 
@@ -263,9 +266,7 @@ class _Lane:
     def start(self, run: Callable[[_Lane], None]) -> None:
         for number in range(self._count):
             name = f"{self._lane.value}-{number}"
-            thread = threading.Thread(target=run, args=(self,), name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            self._threads.append(start_thread(name, functools.partial(run, self)))
 
     def stop(self) -> None:
         for _ in self._threads:

@@ -9,7 +9,6 @@ import socket
 import stat
 import subprocess
 import sys
-from contextlib import suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -30,16 +29,6 @@ def written(daemon: RunningDaemon, chunks: int) -> None:
     daemon.wait_for_stats(
         lambda s: s["tiers"][1]["chunks"] == chunks and not s["traffic"]["write_backlog"]
     )
-
-
-def fill_up(mount: Path) -> None:
-    """Let another file take what room a disk has."""
-    fd = os.open(mount / "rest", os.O_WRONLY | os.O_CREAT)
-    with suppress(OSError):
-        while os.write(fd, bytes(1 << 16)):
-            continue
-    os.close(fd)
-    assert not os.statvfs(mount).f_bavail
 
 
 def test_start_tells_sizes_modes_endpoints_and_how_to_connect(daemon: RunningDaemon) -> None:
@@ -199,41 +188,6 @@ def test_stop_with_engines_connected_is_in_order_and_in_time(start_daemon: Start
     assert not Path(daemon.socket.removeprefix("unix:")).exists()
     check = json.loads(daemon.kvstore("verify", "--json").stdout)
     assert (check["clean"], check["torn"], check["corrupt"]) == (True, 0, 0)
-
-
-def test_full_disk_keeps_what_is_there_over_a_restart(
-    private_folder: Path, start_daemon: StartDaemon
-) -> None:
-    """field case 63: a disk of 40 MiB is filled up by something else while a daemon of automatic
-    size has chunks there. It is restarted, and hits them."""
-    mount = private_folder / "disk"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=40M", "tmpfs", str(mount)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
-        daemon = start_daemon(
-            KVSTORE_NVME_PATH=str(mount / "nvme"),
-            KVSTORE_NVME_SIZE="20MiB",
-            KVSTORE_NVME_SLAB_SIZE="2MiB",
-        )
-        with SmallEngine(daemon.socket, 20) as engine:
-            keys = engine.keys(tokens(20))
-            engine.fill(keys)
-            assert engine.store(keys).leading_chunks == 20
-            written(daemon, 20)
-        assert daemon.stop() == 0
-        fill_up(mount)
-        for size in ("20MiB", "auto"):
-            daemon.environment["KVSTORE_NVME_SIZE"] = size
-            daemon.start()
-            daemon.wait_for_stats(lambda s: not s["tiers"][1]["scanning"])
-            with SmallEngine(daemon.socket, 20) as engine:
-                assert engine.hits(engine.keys(tokens(20))) == 20
-            assert daemon.stop() == 0
-        assert "is free for nvme.size 20 MiB" in daemon.log.read_text()
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
 
 
 def test_second_signal_ends_it_at_once(start_daemon: StartDaemon) -> None:

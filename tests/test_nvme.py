@@ -214,6 +214,29 @@ def test_unknown_codec_is_corrupt(tier: NvmeTier) -> None:
         tier.read(place(0), header(1), np.zeros(PAYLOAD_BYTES, np.uint8))
 
 
+def test_device_that_refuses_again_and_again_is_failing(tier: NvmeTier, io: FaultyIO) -> None:
+    """Errors in a row of one kind count, until one succeeds; a full device is no failure, nor is a
+    chunk that is damaged."""
+    put(tier, 0, 1)
+    io.allocate_error = errno.ENOSPC
+    for number in (8, 16, 24):
+        with pytest.raises(CapacityError):
+            put(tier, number, 2)
+    assert not any(holds(tier, 0, 9) for _ in range(3))
+    assert tier.stats().failing == ""
+    io.allocate_error = errno.EIO
+    for number in (8, 16, 24):
+        assert tier.stats().failing == ""
+        with pytest.raises(TierUnavailableError):
+            put(tier, number, 2)
+    assert "write of slab 3 (16384) slot 0 failed: Input/output error" in tier.stats().failing
+    assert holds(tier, 0, 1)
+    assert tier.stats().failing
+    io.allocate_error = None
+    put(tier, 8, 2)
+    assert tier.stats().failing == ""
+
+
 def test_breaches_of_contract_are_bugs(tier: NvmeTier) -> None:
     """A place outside the tier or a payload of another size never touches the disk."""
     payload = pattern(1, PAYLOAD_BYTES)

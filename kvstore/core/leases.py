@@ -34,7 +34,7 @@ class Lease:
 
     def holds(self) -> bool:
         """Whether everything that it promised is still there."""
-        return all(copy.live and copy.space.alive for _, copy in self.pins)
+        return all(copy.live and copy.space.alive and tree.rooted(copy) for tree, copy in self.pins)
 
 
 @dataclass(slots=True)

@@ -75,7 +75,7 @@ class Retrieving:
             job.readers = [reader for reader in job.readers if reader.wait.ticket is not ticket]
             for reader in mine:
                 ticket.settle(reader.wait.chunk, ok=False)
-            ticket.reads.discard(job)
+            ticket.reads.pop(job, None)
             if not job.readers and not self._state.transfers.is_running(job.id):
                 self._state.transfers.drop(job)
                 self._forget(job)
@@ -209,13 +209,13 @@ class Retrieving:
             self._reads[source] = job
             self._state.transfers.push(job)
         job.readers.append(reader)
-        reader.wait.ticket.reads.add(job)
+        reader.wait.ticket.reads[job] = None
 
     def _forget(self, job: Job) -> None:
         if job.source is not None:
             self._reads.pop(job.source, None)
         for reader in job.readers:
-            reader.wait.ticket.reads.discard(job)
+            reader.wait.ticket.reads.pop(job, None)
 
     def _settle_target(self, target: Slot, status: MoveStatus) -> None:
         """Commit the promoted copy, or give the place up; Moves that hold it still read from it."""

@@ -50,7 +50,7 @@ class Ticket:
         self.moves: set[MoveID] = set()
         self.own_slots: list[Handle] = []
         self.joined: list[Handle] = []
-        self.reads: set[Job] = set()
+        self.reads: dict[Job, None] = {}
         self.cancelled = False
         self.reason = ""
         self.nbytes = 0

@@ -51,7 +51,7 @@ class Tree:
         """Set while a scan restores the tree: links may be missing, so lookups walk."""
         self._candidates = Candidates(policy)
         self._hidden = Hidden()
-        self._rooted_last: Copy | None = None
+        self._last_rooted: Copy | None = None
         self._uses = 0
 
     # ------------------------------------------------------------ reading
@@ -86,7 +86,7 @@ class Tree:
         copy = None if slot.owner is None else self.find(space, slot.owner.key)
         if copy is None or copy.slot(slot.part, slot.shard) is None:
             return False
-        return self._rooted(copy)
+        return self.rooted(copy)
 
     def ready(self, space: Space, key: bytes, part: Part, shard: int) -> Slot | None:
         """The READY slot of one part of one chunk shard."""
@@ -118,7 +118,7 @@ class Tree:
         fresh = copy is None
         if copy is None:
             parent = None if header.depth == 0 else self.find(space, header.parent)
-            if parent is not None and not self._rooted(parent):
+            if parent is not None and not self.rooted(parent):
                 parent = None
             if (header.depth > 0 and parent is None) or header.part is Part.WINDOW:
                 return Drop.PARENT_MISSING
@@ -240,22 +240,22 @@ class Tree:
     def _attached(self, space: Space, header: ChunkHeader) -> Copy | None:
         """The chunk's copy; one that is hidden is taken out first."""
         copy = self.find(space, header.key)
-        if copy is not None and not self._rooted(copy):
+        if copy is not None and not self.rooted(copy):
             self.doom(copy)
             return None
         return copy
 
-    def _rooted(self, copy: Copy) -> bool:
+    def rooted(self, copy: Copy) -> bool:
         """Whether nothing above a copy is doomed. The copy last found rooted ends the walk, so that
         a chain costs one step a chunk."""
         if not self._hidden.subtrees():
             return True
         above: Copy | None = copy
-        while above is not None and above is not self._rooted_last:
+        while above is not None and above is not self._last_rooted:
             if not above.live:
                 return False
             above = above.parent
-        self._rooted_last = copy
+        self._last_rooted = copy
         return True
 
     def _may_hold(self, copy: Copy, header: ChunkHeader) -> bool:
@@ -317,7 +317,7 @@ class Tree:
     def _drop(self, copy: Copy) -> None:
         """Take a copy and its slots out of everything but its children's links."""
         copy.live = False
-        self._rooted_last = None
+        self._last_rooted = None
         copy.space.index[self.tier].remove(copy)
         for slot in list(copy.slots()):
             if slot.state is SlotState.RESERVED:

@@ -16,6 +16,8 @@ from kvstore.core.errors import ChunkCorruptError
 from kvstore.core.messages import ChunkHeader, Place, ScannedSlot, TierName
 
 SCAN_BATCH_SLOTS = 1000
+FAILING_AFTER = 3
+"""One refusal may be a bad sector; so many in a row are a device that fails."""
 
 ScanReport: TypeAlias = Callable[[tuple[ScannedSlot, ...]], None]
 
@@ -28,7 +30,8 @@ class ChunkForeignError(ChunkCorruptError):
 class TierIOStats:
     """What a tier has read and written since it was opened. ``busy_s`` sums the time of all
     threads inside reads, writes and erasures; ``errors`` counts operations that failed, corrupt
-    and foreign chunks included."""
+    and foreign chunks included. ``failing`` is the last error of a kind of operation that the
+    device refused FAILING_AFTER times in a row, empty where there is none."""
 
     name: str
     mode: str
@@ -41,6 +44,7 @@ class TierIOStats:
     write_s: float
     erase_s: float
     errors: int
+    failing: str = ""
 
 
 class Tier(Protocol):
@@ -107,11 +111,13 @@ class IOCounter:
         self._bytes = dict.fromkeys(IOKind, 0)
         self._seconds = dict.fromkeys(IOKind, 0.0)
         self._errors = 0
+        self._refused: dict[IOKind, list[str]] = {kind: [] for kind in IOKind}
 
     def add(self, kind: IOKind, nbytes: int, seconds: float) -> None:
         """Count an operation that succeeded."""
         with self._lock:
             self._operations[kind] += 1
+            self._refused[kind].clear()
             self._bytes[kind] += nbytes
             self._seconds[kind] += seconds
 
@@ -119,6 +125,12 @@ class IOCounter:
         """Count an operation that failed."""
         with self._lock:
             self._errors += 1
+
+    def refuse(self, kind: IOKind, reason: str) -> None:
+        """Count an operation that the device refused."""
+        with self._lock:
+            self._errors += 1
+            self._refused[kind] = [*self._refused[kind], reason][-FAILING_AFTER:]
 
     def stats(self, name: str, mode: str) -> TierIOStats:
         """A consistent snapshot."""
@@ -135,4 +147,7 @@ class IOCounter:
                 write_s=self._seconds[IOKind.WRITE],
                 erase_s=self._seconds[IOKind.ERASE],
                 errors=self._errors,
+                failing=next(
+                    (r[-1] for r in self._refused.values() if len(r) == FAILING_AFTER), ""
+                ),
             )

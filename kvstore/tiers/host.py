@@ -8,6 +8,7 @@ for its pages. Touching is a populate that doesn't change bytes: slots may be in
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from kvstore.core.errors import CapacityError, ConfigError, InvariantError
 from kvstore.core.messages import Place
 from kvstore.memory import PAGE_BYTES, MappedRange, advise_huge_pages, map_anonymous, populate
 from kvstore.tiers.priority import lower_priority
+from kvstore.tiers.threads import start_thread
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class HostTier:
 
     def open(self) -> None:
         """Map the arena and start touching it. Raises ConfigError for sizes that don't fit or
-        that the machine refuses."""
+        that the machine refuses, TierUnavailableError where it refuses the thread."""
         if self.slabs < 1 or self.slab_bytes < PAGE_BYTES or self.slab_bytes % PAGE_BYTES:
             raise ConfigError(
                 f"host: slabs={self.slabs} slab_bytes={self.slab_bytes}; valid are 1 or more "
@@ -73,10 +75,8 @@ class HostTier:
         self._array = np.frombuffer(self._memory.buffer, np.uint8)
         self._touched_bytes = self._huge_bytes = 0
         self._stop.clear()
-        self._thread = threading.Thread(
-            target=self._touch, args=(self._memory.address, nbytes), name="host-touch", daemon=True
-        )
-        self._thread.start()
+        touch = functools.partial(self._touch, self._memory.address, nbytes)
+        self._thread = start_thread("host-touch", touch)
 
     def close(self) -> None:
         """Stop touching and give the memory back; no Move may be running. Idempotent."""

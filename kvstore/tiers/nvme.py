@@ -286,8 +286,12 @@ class NvmeTier:
         try:
             yield
         except OSError as error:
-            self._counter.fail()
-            raise _mapped(error, f"{kind.value} of {_name(place)} failed") from error
+            mapped = _mapped(error, f"{kind.value} of {_name(place)} failed")
+            if isinstance(mapped, CapacityError):
+                self._counter.fail()
+            else:
+                self._counter.refuse(kind, str(mapped))
+            raise mapped from error
         except ChunkCorruptError:
             self._counter.fail()
             raise

@@ -1,4 +1,4 @@
-"""kill -9 of the daemon while it stores to NVMe: what is found afterwards is whole, or is a miss."""
+"""kill -9 of the daemon while it stores to NVMe: what is found afterwards is whole, or a miss."""
 
 from __future__ import annotations
 

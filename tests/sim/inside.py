@@ -38,7 +38,7 @@ def check_inside(service: Service, sessions: Iterable[SessionView]) -> None:
 
 
 def check_hit(service: Service, view: SessionView, keys: list[bytes]) -> None:
-    """Raise SimulationError unless each chunk of a hit is in some tier with all that is above it."""
+    """Raise SimulationError unless each chunk of a hit is in some tier, and all above it too."""
     state = service._state
     space = state.spaces.find(*view.space())
     for key in keys:

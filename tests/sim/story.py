@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from enum import Enum
 
@@ -121,7 +122,8 @@ def _message(message: object) -> str:
     keys = getattr(message, "keys", None)
     if isinstance(keys, bytes):
         return f"{name} {getattr(message, 'request', '')} {_keys(keys)}"
-    fields = {n: getattr(message, n) for n in type(message).__dataclass_fields__}  # type: ignore[attr-defined]
+    names = [field.name for field in dataclasses.fields(message)]
+    fields = {name: getattr(message, name) for name in names}
     fields.pop("layout", None)
     shown = (f"{n}={v.value if isinstance(v, Enum) else v}" for n, v in fields.items())
     return f"{name} {' '.join(shown)}"

@@ -1,0 +1,113 @@
+"""The daemon where the machine gives less than it asks for: disk, threads, file sizes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SETTINGS, RunningDaemon, StartDaemon, private_environment
+from tests.small_engine import SmallEngine, tokens
+
+
+def written(daemon: RunningDaemon, chunks: int) -> None:
+    """Wait until so many chunks are on NVMe."""
+    daemon.wait_for_stats(
+        lambda s: s["tiers"][1]["chunks"] == chunks and not s["traffic"]["write_backlog"]
+    )
+
+
+def fill_up(mount: Path) -> None:
+    """Let another file take what room a disk has."""
+    fd = os.open(mount / "rest", os.O_WRONLY | os.O_CREAT)
+    with suppress(OSError):
+        while os.write(fd, bytes(1 << 16)):
+            continue
+    os.close(fd)
+    assert not os.statvfs(mount).f_bavail
+
+
+def test_full_disk_keeps_what_is_there_over_a_restart(
+    private_folder: Path, start_daemon: StartDaemon
+) -> None:
+    """field case 63: a disk of 40 MiB is filled up by something else while a daemon of automatic
+    size has chunks there. It is restarted, and hits them."""
+    mount = private_folder / "disk"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=40M", "tmpfs", str(mount)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        daemon = start_daemon(
+            KVSTORE_NVME_PATH=str(mount / "nvme"),
+            KVSTORE_NVME_SIZE="20MiB",
+            KVSTORE_NVME_SLAB_SIZE="2MiB",
+        )
+        with SmallEngine(daemon.socket, 20) as engine:
+            keys = engine.keys(tokens(20))
+            engine.fill(keys)
+            assert engine.store(keys).leading_chunks == 20
+            written(daemon, 20)
+        assert daemon.stop() == 0
+        fill_up(mount)
+        for size in ("20MiB", "auto"):
+            daemon.environment["KVSTORE_NVME_SIZE"] = size
+            daemon.start()
+            daemon.wait_for_stats(lambda s: not s["tiers"][1]["scanning"])
+            with SmallEngine(daemon.socket, 20) as engine:
+                assert engine.hits(engine.keys(tokens(20))) == 20
+            assert daemon.stop() == 0
+        assert "is free for nvme.size 20 MiB" in daemon.log.read_text()
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+REFUSES_THREAD = """
+import sys, threading
+from kvstore.cli import main
+start = threading.Thread.start
+def refuse(thread):
+    if thread.name == sys.argv[1]:
+        raise RuntimeError("can't start new thread")
+    start(thread)
+threading.Thread.start = refuse
+sys.exit(main(["serve"]))
+"""
+
+
+@pytest.mark.parametrize("name", ["host-touch", "read-1", "start", "scan"])
+def test_thread_that_the_system_refuses_is_one_line(private_folder: Path, name: str) -> None:
+    """A container's limit on processes: the reason at the end of the log, and no trace of what
+    failed because of it."""
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSES_THREAD, name],
+        env=private_environment(private_folder, SETTINGS),
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert f"the system refuses the thread {name} (can't start new thread)" in last
+    assert "limit on processes" in last
+
+
+def test_tier_that_fails_is_seen_in_the_state(private_folder: Path) -> None:
+    """Every write to NVMe is refused (here by a limit on the size of files): chunks are kept in
+    memory, and the daemon isn't well."""
+    daemon = RunningDaemon(private_folder, private_environment(private_folder, SETTINGS), ())
+    daemon.start("prlimit", f"--fsize={1 << 20}", sys.executable, "-m", "kvstore.cli")
+    try:
+        with SmallEngine(daemon.socket, 20) as engine:
+            keys = engine.keys(tokens(20))
+            engine.fill(keys)
+            assert engine.store(keys).leading_chunks == 20
+            figures = daemon.wait_for_stats(lambda s: s["process"]["state"] != "ok")
+            assert figures["process"]["state"].startswith("the NVMe tier fails: ")
+            assert "File too large" in figures["process"]["state"]
+            assert engine.hits(keys) == 20
+    finally:
+        assert daemon.stop() == 0
