@@ -2,19 +2,18 @@
 
 ``Client`` opens nothing by itself. Each session it gives out has a connection of its own, made at
 once where the daemon is there and in the background where it isn't, and made anew when it is lost.
-One daemon thread a client watches for hang-ups; answers are read by whoever waits for them.
+One daemon thread a client watches for hang-ups; answers are read by whoever waits for them. When
+neither the client nor a session of it is left, the thread ends what they forgot to close.
 """
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
-from collections.abc import Callable
 from types import TracebackType
 
 from kvstore.client_joining import Attaching, Registering
-from kvstore.client_line import Line, LineWatcher
+from kvstore.client_line import Hold, Line, LineWatcher, watchers
 from kvstore.client_session import SchedulerSession, WorkerSession, check_text
 from kvstore.core.errors import SessionLostError
 from kvstore.core.keys import Namespace
@@ -52,7 +51,9 @@ class Client:
         self._watcher = LineWatcher()
         self._lines: list[Line] = []
         self._closed = False
-        os.register_at_fork(after_in_child=_abandon_in_child(weakref.ref(self._watcher)))
+        self._hold = Hold()
+        weakref.finalize(self._hold, self._watcher.leave).atexit = False
+        watchers().add(self._watcher)
 
     def register(
         self,
@@ -75,7 +76,7 @@ class Client:
         line = self._line(f"engine {engine_id}, rank {shard.rank()}", registering)
         registering.open()
         self._open(line)
-        return WorkerSession(engine_id, line, self._lookup_timeout_s, layout)
+        return WorkerSession(engine_id, line, self._lookup_timeout_s, self._hold, layout)
 
     def attach(self, engine_id: str) -> SchedulerSession:
         """Join an engine without memory, as its scheduler; the engine need not exist yet.
@@ -86,7 +87,7 @@ class Client:
         attaching = Attaching(engine_id, self._credential)
         line = self._line(f"engine {engine_id}, scheduler", attaching)
         self._open(line)
-        return SchedulerSession(engine_id, line, self._lookup_timeout_s)
+        return SchedulerSession(engine_id, line, self._lookup_timeout_s, self._hold)
 
     def close(self) -> None:
         """End all sessions and the client's thread. Idempotent; waits for the daemon two seconds at
@@ -123,14 +124,3 @@ class Client:
             raise refusal
         self._lines = [other for other in self._lines if not other.over()] + [line]
         self._watcher.add(line)
-
-
-def _abandon_in_child(watcher: weakref.ref[LineWatcher]) -> Callable[[], None]:
-    """What a forked child does at once, for as long as the client lives."""
-
-    def abandon() -> None:
-        found = watcher()
-        if found is not None:
-            found.abandon()
-
-    return abandon

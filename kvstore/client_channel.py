@@ -178,15 +178,15 @@ class Channel:
             return True
 
     def abandon(self) -> None:
-        """In a forked child: close the copy of the parent's socket, unread. Takes no lock, for its
-        holder may not exist here."""
+        """In a forked child: close the copy of the parent's socket, unread. The parent's stream
+        hasn't ended, so ``on_lost`` isn't called. Takes no lock, for its holder may not exist
+        here."""
         self.condition = threading.Condition(threading.Lock())
         self._polling = False
         self._peer.close()
         if not self.lost:
             self.lost = True
             self.reason = "this process was forked"
-            self._on_lost()
 
     # ------------------------------------------------------------ private
 

@@ -9,12 +9,14 @@ everything else of the parent left alone, in a forked child.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import select
 import socket
 import threading
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
@@ -29,6 +31,9 @@ RETRY_LAST_S = 1.0
 _READY_STEP_S = 0.0005
 """How often a CUDA event is asked whether it has completed."""
 _BUSY_STEP_S = 0.01
+_WIND_UP_STEP_S = 1.0
+_LEAVE = 1 << 32
+"""Added to the eventfd it tells that nobody is left; wakes add 1 each."""
 _log = logging.getLogger(__name__)
 
 
@@ -174,7 +179,7 @@ class Line:
         self._process = os.getpid()
         link, self._link = self._link, None
         if link is not None:
-            link.channel.abandon()
+            link.abandon()
         self._counts = LinkCounts()
         self._announced, self._dormant = False, True
         self._retry_at_s, self._pause_s = 0.0, RETRY_FIRST_S
@@ -213,11 +218,31 @@ class Line:
             _log.warning("%s: %s", self._name, reason)
 
 
+class Hold:
+    """What a client and its sessions have in common: when the last of them is gone, nobody can use
+    their lines any more."""
+
+
+@functools.cache
+def watchers() -> weakref.WeakSet[LineWatcher]:
+    """All watchers of this process, which a forked child abandons at once. One hook for all: Python
+    takes none back."""
+    found: weakref.WeakSet[LineWatcher] = weakref.WeakSet()
+
+    def abandon() -> None:
+        for watcher in tuple(found):
+            watcher.abandon()
+
+    os.register_at_fork(after_in_child=abandon)
+    return found
+
+
 class LineWatcher:
-    """The client's thread. ``open`` starts it, ``close`` ends it; a fork leaves the child without,
-    until ``ensure``."""
+    """The client's thread. The first line starts it, ``close`` ends it, and ``leave`` as well; a
+    fork leaves the child without, until ``ensure``."""
 
     def __init__(self) -> None:
+        self._left = False
         self._lines: list[Line] = []
         self._thread: threading.Thread | None = None
         self._wake_fd = -1
@@ -247,9 +272,19 @@ class LineWatcher:
 
     def wake(self) -> None:
         """Let the thread look at its lines now."""
-        if self._wake_fd >= 0:
-            with suppress(BlockingIOError):
-                os.eventfd_write(self._wake_fd, 1)
+        with self._lock:
+            if self._wake_fd >= 0:
+                with suppress(BlockingIOError):
+                    os.eventfd_write(self._wake_fd, 1)
+
+    def leave(self) -> None:
+        """Have the thread end all lines, and itself: nobody is left who could use them.
+
+        The garbage collector calls it, maybe in the middle of anything here: it takes no lock. Only
+        the thread closes the descriptor from here on.
+        """
+        if self._wake_fd >= 0 and self._process == os.getpid():
+            os.eventfd_write(self._wake_fd, _LEAVE)
 
     def close(self) -> None:
         """End the thread. Idempotent."""
@@ -284,7 +319,7 @@ class LineWatcher:
         self._thread = thread
 
     def _run(self) -> None:
-        while not self._closed:
+        while not (self._closed or self._left):
             poller = select.poll()
             poller.register(self._wake_fd, select.POLLIN)
             found: dict[int, Link] = {}
@@ -302,6 +337,21 @@ class LineWatcher:
                         poller.register(fd, events)
                         found[fd] = link
             self._attend(poller, found, wait_s)
+        if self._left:
+            self._wind_up()
+
+    def _wind_up(self) -> None:
+        """End every line; one whose blocks are still the daemon's is waited for."""
+        lines = self._lines
+        while lines:
+            for line in lines:
+                line.end()
+            for line in lines:
+                line.close(time.monotonic() + _WIND_UP_STEP_S)
+            lines = self._lines = [line for line in lines if not line.over()]
+        with self._lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
 
     def _attend(self, poller: select.poll, found: dict[int, Link], wait_s: float) -> None:
         """Wait for what the poller watches, then let each link that is due take in what came."""
@@ -310,7 +360,7 @@ class LineWatcher:
         for fd, _ in poller.poll(timeout_ms):
             if fd == self._wake_fd:
                 with suppress(BlockingIOError):
-                    os.eventfd_read(fd)
+                    self._left = os.eventfd_read(fd) >= _LEAVE
             elif not found[fd].channel.attend():
                 busy = True
         if busy:

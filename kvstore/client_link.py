@@ -196,7 +196,7 @@ class Link:
         held ends now."""
         self._leave_parents()
         with self.channel.condition:
-            if not ticket.number:
+            if not ticket.number and not self.channel.lost:
                 ticket.settle(b"", True, "")
                 return
         self._tell(pb.ClientMessage(kind=pb.ClientMessage.CANCEL, transfer=ticket.number))
@@ -234,6 +234,13 @@ class Link:
         with self.channel.condition:
             self._over(reason)
 
+    def abandon(self) -> None:
+        """In a forked child: leave the parent's stream alone. Its tickets stay open for ever here:
+        the daemon may use their blocks, in memory that both processes share."""
+        self._process = os.getpid()
+        self.channel.abandon()
+        self._forget()
+
     def open_tickets(self) -> int:
         """Transfers that haven't ended."""
         return len(self._tickets) + len(self._held)
@@ -241,8 +248,7 @@ class Link:
     def _leave_parents(self) -> None:
         """A ticket's copy in a forked child leads here without its session: the link is over."""
         if self._process != os.getpid():
-            self._process = os.getpid()
-            self.channel.abandon()
+            self.abandon()
 
     # ------------------------------------------------------------ asking
 
@@ -370,8 +376,7 @@ class Link:
         self._over(str(error))
 
     def _over(self, reason: str) -> None:
-        self.phase = Phase.OVER
-        self.namespace = b""
+        self.phase, self.namespace = Phase.OVER, b""
         self.channel.end(reason)
         self.opening.settle(None)
 
@@ -379,15 +384,17 @@ class Link:
         """The end of the stream: every block is the engine's again, every answer is None."""
         if self.phase is Phase.LIVE:
             self._counts.losses += 1
-        self.phase = Phase.OVER
-        self.namespace = b""
-        self.opening.settle(None)
         for answer in self._answers.values():
             answer.settle(None)
-        self._answers.clear()
         held = [held.ticket for held in self._held]
         for ticket in [*self._tickets.values(), *held]:
             ticket.settle(b"", False, f"the session was lost: {self.channel.reason}")
+        self._forget()
+
+    def _forget(self) -> None:
+        self.phase, self.namespace = Phase.OVER, b""
+        self.opening.settle(None)
+        self._answers.clear()
         self._tickets.clear()
         self._held.clear()
         self.pending.clear()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import cast
 
-from kvstore.client_line import Line
+from kvstore.client_line import Hold, Line
 from kvstore.client_link import Link, LinkCounts, Ready
 from kvstore.client_tickets import GroupBlocks, Ticket, TransferOutcome
 from kvstore.core.errors import CapacityError, LayoutMismatchError, ProtocolError
@@ -106,8 +106,9 @@ class SchedulerSession:
     context manager.
     """
 
-    def __init__(self, engine_id: str, line: Line, lookup_timeout_s: float) -> None:
+    def __init__(self, engine_id: str, line: Line, lookup_timeout_s: float, hold: Hold) -> None:
         self.engine_id = engine_id
+        self._hold = hold
         self._line = line
         self._lookup_timeout_s = lookup_timeout_s
         self._pending: dict[str, tuple[bytes, int]] = {}
@@ -252,8 +253,10 @@ class WorkerSession(SchedulerSession):
     blocks; the transfer is sent once it has completed.
     """
 
-    def __init__(self, engine_id: str, line: Line, lookup_timeout_s: float, layout: Layout) -> None:
-        super().__init__(engine_id, line, lookup_timeout_s)
+    def __init__(
+        self, engine_id: str, line: Line, lookup_timeout_s: float, hold: Hold, layout: Layout
+    ) -> None:
+        super().__init__(engine_id, line, lookup_timeout_s, hold)
         self._layout = layout
 
     def __enter__(self) -> WorkerSession:

@@ -61,7 +61,8 @@ class Carrier(Protocol):
 class Ticket:
     """One store or retrieve that was asked for. Safe to use from several threads.
 
-    Mutable: it goes from open to settled once and then stays. Holds no memory of the engine.
+    Mutable: it goes from open to settled once and then stays. Holds no memory of the engine. A
+    forked child's copy of it never settles: the transfer is its parent's.
     """
 
     __slots__ = ("_blocks", "_cancelled", "_carrier", "_mask", "_outcome", "_reason", "chunks",

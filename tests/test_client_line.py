@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import signal
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore import Client, HitStatus, SchedulerSession
+from kvstore import Client, HitStatus, SchedulerSession, Shard, create_host_memory
 from kvstore.core.messages import (
     Attach,
     Completed,
@@ -33,9 +34,12 @@ from tests.link_rig import (
     CHUNK_TOKENS,
     DEADLINE_S,
     DIGEST,
+    MEMORY_BYTES,
+    SPACE,
     Rig,
     eventually,
     folder,
+    layout,
     open_descriptors,
     running_rig,
 )
@@ -311,6 +315,45 @@ def test_a_client_leaves_nothing_behind(rig: Rig) -> None:
     eventually(lambda: open_descriptors() == before)
     names = [thread.name for thread in threading.enumerate()]
     assert "kvstore-client" not in names
+
+
+def test_a_client_that_is_dropped_leaves_nothing_behind(rig: Rig) -> None:
+    """An engine forgets to close: once neither the client nor a session of it is left, the thread
+    ends what there is. As long as a session is there it works on, without its client."""
+    with create_host_memory("engine", MEMORY_BYTES) as memory:
+        before = open_descriptors()
+        session = Client(rig.path).attach("e1")
+        worker = Client(rig.path).register("e1", SPACE, layout(), memory.describe(), Shard())
+        gc.collect()
+        rig.emit(*(Detach(SessionID(s.session)) for s in rig.server.stats().sessions))
+        for kept in (session, worker):
+            _wait_for_a_loss(kept)
+            assert kept.wait_ready(DEADLINE_S)
+            assert kept.lookup("r", keys_of(2)).chunks == 2
+        keeping = worker.store("r", keys_of(1), BLOCKS)
+        del session, worker, kept
+        gc.collect()
+        eventually(lambda: rig.server.stats().sessions == ())
+        outcome = keeping.wait(DEADLINE_S)
+        assert outcome is not None
+        assert outcome.done == (False,)
+        del keeping
+        gc.collect()
+        eventually(lambda: "kvstore-client" not in [t.name for t in threading.enumerate()])
+        eventually(lambda: open_descriptors() == before)
+
+
+def test_clients_without_a_session_leave_nothing_behind(rig: Rig) -> None:
+    """Also not what runs in each forked child."""
+    before = open_descriptors()
+    hooks: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "register_at_fork", lambda **hook: hooks.append(hook))
+        for _ in range(20):
+            Client(rig.path)
+    gc.collect()
+    assert len(hooks) <= 1
+    assert open_descriptors() == before
 
 
 def _wait_for_a_loss(session: SchedulerSession) -> None:
