@@ -172,12 +172,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                     show(row)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    from kvstore_vllm.environment import VLLM
+
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True,
         check=False,
     ).stdout.strip()  # fmt: skip
     facts = {"bench": "ttft", "engine": options.engine, "rounds": options.rounds,
              "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+             "python": platform.python_version(), "vllm": VLLM,
              "load": os.getloadavg()[0], "commit": commit, "rows": measured}  # fmt: skip
     print(json.dumps(facts))
     return 0

@@ -155,11 +155,13 @@ def test_single_blocks_need_no_stride() -> None:
 SPANS = st.tuples(
     st.integers(0, 60), st.integers(1, 12), st.integers(1, 6), st.integers(0, 20)
 ).map(lambda v: span(v[0], v[1], v[2], v[1] + v[3]))
+SPANS_OF_ONE_STRIDE = st.tuples(st.integers(0, 90), st.integers(1, 12), st.integers(1, 5)).map(
+    lambda v: span(v[0], v[1], v[2], 24)
+)
 
 
-@given(st.lists(SPANS, min_size=1, max_size=4))
-def test_spans_are_refused_exactly_when_they_share_a_byte(spans: list[TensorSpan]) -> None:
-    """Against a count of every byte."""
+def shares_a_byte(spans: list[TensorSpan]) -> bool:
+    """Found by counting every byte."""
     used: set[int] = set()
     total = 0
     for one in spans:
@@ -167,11 +169,40 @@ def test_spans_are_refused_exactly_when_they_share_a_byte(spans: list[TensorSpan
             start = one.offset_bytes + block * one.block_stride_bytes
             used.update(range(start, start + one.block_bytes))
             total += one.block_bytes
+    return len(used) < total
+
+
+@given(st.lists(SPANS_OF_ONE_STRIDE, min_size=1, max_size=4))
+def test_spans_of_one_stride_are_refused_exactly_when_they_share_a_byte(
+    spans: list[TensorSpan],
+) -> None:
     made = layout(group("a", 16, *spans))
-    if len(used) == total:
-        made.validate(1 << 20)
-    else:
+    if shares_a_byte(spans):
         assert "overlap" in refusal(made)
+    else:
+        made.validate(1 << 20)
+
+
+@given(st.lists(SPANS, min_size=1, max_size=4))
+def test_spans_that_share_a_byte_are_refused_whatever_their_strides(
+    spans: list[TensorSpan],
+) -> None:
+    """Those that interleave with different strides may be refused without sharing one."""
+    made = layout(group("a", 16, *spans))
+    if shares_a_byte(spans):
+        assert "overlap" in refusal(made)
+
+
+@given(st.lists(SPANS, min_size=2, max_size=2))
+def test_two_spans_one_behind_the_other_are_accepted(spans: list[TensorSpan]) -> None:
+    first, second = spans
+    behind = TensorSpan(
+        first.end_bytes() + second.offset_bytes,
+        second.block_stride_bytes,
+        second.block_bytes,
+        second.num_blocks,
+    )
+    layout(group("a", 16, behind, first)).validate(1 << 20)
 
 
 # ---------------------------------------------------------------- shards

@@ -171,7 +171,9 @@ def test_many_threads_write_and_read_their_own_chunks(tier: NvmeTier) -> None:
     assert not wrong
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None
+)
 @given(bit=st.integers(0, (4096 + PAYLOAD_BYTES) * 8 - 1))
 def test_one_flipped_bit_is_corrupt(tier: NvmeTier, bit: int) -> None:
     """Wherever it is, in header or payload; and no other slot suffers."""

@@ -194,7 +194,7 @@ def test_sessions_of_every_ending_leave_no_garbage(rig: Rig, memory: int) -> Non
                     ending(rig, peer, memory)
         eventually(lambda: rig.server.stats().sessions == ())
         rig.server.call(lambda: None).result(DEADLINE_S)
-        eventually(lambda: not [o for o in gc.get_objects() if isinstance(o, Connection)])
+        eventually(lambda: not [o for o in gc.get_objects() if type(o) is Connection])
     finally:
         gc.enable()
 

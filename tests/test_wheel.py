@@ -64,11 +64,13 @@ def test_wheel_holds_the_packages_and_nothing_of_the_tests(wheel: Path) -> None:
         "kvstore/proto_gen/admin_pb2.py",
         "kvstore/proto_gen/engine_pb2.py",
         "kvstore_transformers/__init__.py",
+        "kvstore_vllm/__init__.py",
     ):
         assert name in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     tops = {name.split("/")[0] for name in names}
-    assert tops == {"kvstore", "kvstore_transformers", f"kvstore-{__version__}.dist-info"}
+    connectors = {"kvstore_transformers", "kvstore_vllm"}
+    assert tops == {"kvstore", *connectors, f"kvstore-{__version__}.dist-info"}
 
 
 def test_bare_package_needs_no_torch(wheel: Path) -> None:

@@ -280,9 +280,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 def _log_as_vllm() -> None:
     """Let what the client says (connected, lost, refused) appear where vLLM's own lines do."""
-    client = logging.getLogger("kvstore")
-    if not client.handlers:
-        for handler in logging.getLogger("vllm").handlers:
-            client.addHandler(handler)
-        client.setLevel(logging.INFO)
-        client.propagate = False
+    client, handlers = logging.getLogger("kvstore"), logging.getLogger("vllm").handlers
+    if client.handlers or not handlers:
+        return
+    for handler in handlers:
+        client.addHandler(handler)
+    client.setLevel(logging.INFO)
+    client.propagate = False

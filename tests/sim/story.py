@@ -122,8 +122,9 @@ def _message(message: object) -> str:
     keys = getattr(message, "keys", None)
     if isinstance(keys, bytes):
         return f"{name} {getattr(message, 'request', '')} {_keys(keys)}"
-    names = [field.name for field in dataclasses.fields(message)]
-    fields = {name: getattr(message, name) for name in names}
+    fields: dict[str, object] = {}
+    if dataclasses.is_dataclass(message):
+        fields = {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
     fields.pop("layout", None)
     shown = (f"{n}={v.value if isinstance(v, Enum) else v}" for n, v in fields.items())
     return f"{name} {' '.join(shown)}"

@@ -114,3 +114,26 @@ def test_adapters_are_their_name_and_their_weights(
     same = engine.run({"prompt": text, "adapter": ["a", 5, first]})[0]
     assert (other["cached"], same["cached"]) == (0, full)
     assert same["tokens"] == cold["tokens"] != other["tokens"]
+
+
+def test_kinds_that_are_not_known_are_refused_by_name() -> None:
+    """Recurrent state, draft layers and local attention aren't guessed at, nor is memory that isn't
+    as vLLM describes it: each is refused in one line that says why. Field case 35."""
+    done = subprocess.run(
+        [PYTHON, "-m", "tests.vllm.judge"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'connectors'}"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert said["hybrid"] == "[(16, None), (16, 64)]"
+    assert "draft model" in said["drafts"]
+    assert "group 1 is MambaSpec; supported are" in said["recurrent"]
+    assert "ChunkedLocalAttentionSpec" in said["local"]
+    assert "no KV cache" in said["none"]
+    span = "TensorSpan(offset_bytes=0, block_stride_bytes=2048, block_bytes=2048, num_blocks=4"
+    assert said["as described"].startswith(span)
+    assert said["split in two"] == said["as described"]
+    assert "at byte 64 of the allocation, not at 0" in said["elsewhere"]
+    assert "4 blocks 1024 bytes apart" in said["closer"]
+    assert "spreads a block over" in said["heads apart"]
