@@ -130,7 +130,6 @@ def test_aborts_at_every_moment_leave_nothing(rig: Rig, stopped: bool) -> None:
         ("scheduler", "side", "start"),
         ("scheduler", "side", "allocated"),
         ("scheduler", "side", "orders"),
-        ("scheduler", "side", "finish"),
         ("worker", "session", "retrieve"),
         ("worker", "session", "store"),
         ("worker", "side", "start_loads"),
