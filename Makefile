@@ -8,6 +8,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # More arguments for the command behind a target: make run ARGS="--json", make test ARGS="-k nvme"
 ARGS ?=
+SECONDS ?= 60
+SEED ?= 1
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --retries 10 --timeout 180 --disable-pip-version-check --quiet
@@ -18,7 +20,7 @@ FOR_TEST := .[transformers,dev]
 retry = for try in 1 2 3; do $(1) && break; [ $$try -lt 3 ] || exit 1; echo "trying again: $(1)"; sleep 5; done
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-vllm check bench proto wheel format clean
+.PHONY: help run test test-vllm sim check bench proto wheel format clean
 
 help: ## list the targets
 	@echo "kvstore: make TARGET [ARGS=...]"
@@ -35,6 +37,9 @@ test: $(VENV)/.dev ## install what the tests need and run all of them
 test-vllm: $(VENV)/.dev ## build an environment with vLLM (2.5 GB, minutes, once) and run its tests
 	@$(BIN)/python -m kvstore_transformers.fetch
 	@python=$$($(BIN)/python -m kvstore_vllm.environment) && KVSTORE_VLLM_PYTHON=$$python $(BIN)/python -m pytest tests/vllm $(ARGS)
+
+sim: $(VENV)/.dev ## simulate the core with fresh seeds: make sim SECONDS=60 SEED=1
+	@$(BIN)/python -m tests.sim --seconds $(SECONDS) --seed $(SEED) --quiet
 
 check: $(VENV)/.dev ## ruff, mypy --strict, the rules of the code base, and generated code up to date
 	$(BIN)/ruff check .
