@@ -28,7 +28,6 @@ help: ## list the targets
 	@echo "settings: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=\"$(TORCH)\""
 
 run: $(VENV)/.transformers ## install, get a small model, and show a prompt served from memory and from NVMe
-	@$(BIN)/python -m kvstore_transformers.fetch
 	@$(BIN)/kvstore demo $(ARGS)
 
 test: $(VENV)/.dev ## install what the tests need and run all of them
@@ -36,7 +35,7 @@ test: $(VENV)/.dev ## install what the tests need and run all of them
 
 test-vllm: $(VENV)/.dev ## build an environment with vLLM (2.5 GB, minutes, once) and run its tests
 	@$(BIN)/python -m kvstore_transformers.fetch
-	@python=$$($(BIN)/python -m kvstore_vllm.environment) && KVSTORE_VLLM_PYTHON=$$python $(BIN)/python -m pytest tests/vllm $(ARGS)
+	@python=$$($(BIN)/python -m kvstore_vllm.environment) && VLLM_TEST_PYTHON=$$python $(BIN)/python -m pytest tests/vllm $(ARGS)
 
 sim: $(VENV)/.dev ## simulate the core with fresh seeds: make sim SECONDS=60 SEED=1
 	@$(BIN)/python -m tests.sim --seconds $(SECONDS) --seed $(SEED) --quiet

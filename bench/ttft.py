@@ -11,7 +11,7 @@ engine process and interleaved round by round:
 
 Every answer's tokens must be those of ``plain``. A prompt is the shared prefix and a question of 32
 tokens of its own; ``memcpy`` is one copy of the bytes of the hit. Prints a table and one JSON line.
-Needs the environment of ``make test-vllm``: its Python is named by --python or KVSTORE_VLLM_PYTHON.
+Needs the environment of ``make test-vllm``: its Python is named by --python or VLLM_TEST_PYTHON.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--engine", choices=["vllm"], default="vllm")
-    parser.add_argument("--python", default=os.environ.get("KVSTORE_VLLM_PYTHON", ""))
+    parser.add_argument("--python", default=os.environ.get("VLLM_TEST_PYTHON", ""))
     parser.add_argument("--prefix", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--users", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not Path(options.python).is_file():
         print("ttft: name the Python of an environment with vLLM by --python", file=sys.stderr)
         return 2
-    os.environ["KVSTORE_VLLM_PYTHON"] = options.python
+    os.environ["VLLM_TEST_PYTHON"] = options.python
     folder = Path(tempfile.mkdtemp(prefix="kvb-"))
     measured: list[dict[str, Any]] = []
     try:

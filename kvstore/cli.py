@@ -229,7 +229,7 @@ def _drop_output() -> None:
 def _missing_extra(error: ModuleNotFoundError) -> int:
     print(
         f"kvstore demo: needs {error.name}, which isn't installed; "
-        "pip install 'kvstore[transformers]' brings it",
+        "in the checkout: pip install '.[transformers]'",
         file=sys.stderr,
     )
     return FAILURE

@@ -157,7 +157,7 @@ def _with_client(settings: Settings, name: str, use: Callable[[AdminClient], int
         with AdminClient(settings.admin_address()) as client:
             return use(client)
     except NoDaemonError as error:
-        print(f"kvstore {name}: {error}", file=sys.stderr)
+        print(f"kvstore {name}: {' '.join(str(error).split())}", file=sys.stderr)
         return NO_DAEMON
 
 

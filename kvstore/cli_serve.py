@@ -74,7 +74,7 @@ def print_config(settings: Settings, config: Config, as_json: bool) -> None:
         print(json.dumps({key: {"value": value, "source": source} for key, value, source in rows}))
         return
     for key, text, source in rows:
-        print(f"{key} = {json.dumps(text):<40} # {source}")
+        print(f"{f'{key} = {json.dumps(text)}':<60} # {source}")
 
 
 def flatten(config: object, prefix: str = "") -> Mapping[str, object]:

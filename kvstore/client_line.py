@@ -350,8 +350,8 @@ class LineWatcher:
                 line.close(time.monotonic() + _WIND_UP_STEP_S)
             lines = self._lines = [line for line in lines if not line.over()]
         with self._lock:
-            os.close(self._wake_fd)
-            self._wake_fd = -1
+            fd, self._wake_fd, self._thread = self._wake_fd, -1, None
+            os.close(fd)
 
     def _attend(self, poller: select.poll, found: dict[int, Link], wait_s: float) -> None:
         """Wait for what the poller watches, then let each link that is due take in what came."""

@@ -73,6 +73,7 @@ class Daemon:
         self.problem = ""
         self._stalled = ""
         self._failure = ""
+        self._policy = policy(config.eviction)
         self.host = HostTier(config.host.slabs() + config.host.staging_slots, config.host.slab_size)
         self.nvme = _nvme_tier(config.nvme)
         tiers: dict[TierName, Tier] = {} if self.nvme is None else {TierName.NVME: self.nvme}
@@ -120,7 +121,7 @@ class Daemon:
         if self._stop.is_set():
             _log.warning("a second signal: stopping at once")
             _exit_now()
-        _log.info("stopping: waiting at most %.0f s for writes to NVMe", DRAIN_S)
+        _log.info("stopping: what waits for its write is given %.0f s", DRAIN_S)
         self._stop.set()
         watchdog = threading.Timer(STOP_S, _exit_late)
         watchdog.daemon = True
@@ -144,7 +145,7 @@ class Daemon:
         self.mover.open()
         spaces = self.nvme.load_manifest() if self.nvme is not None else ()
         limits = _limits(self.config)
-        self.service = Service(limits, spaces, policy(self.config.eviction))
+        self.service = Service(limits, spaces, self._policy)
         self.server = EngineServer(
             socket_path=str(self.config.socket),
             service=self.service,

@@ -51,7 +51,7 @@ class DaemonSource:
                 "protocol_errors": link.protocol_errors,
                 "requests_refused": link.requests_refused,
                 "internal_errors": link.internal_errors,
-                "sessions_lost": link.sessions_lost,
+                "sessions_ended": link.sessions_ended,
             },
         )
 

@@ -182,6 +182,7 @@ class _Demo:
                 question_tokens_max=QUESTION_TOKENS_MAX,
             )
             self._prompts = [made["context"] + question for question in made["questions"]]
+            self._generate(engine, self._prompts[0][: self._options.tokens_per_chunk])
             for number, prompt in enumerate(self._prompts, 1):
                 self._progress.begin(f"without the cache, question {number}")
                 self._truth.append(self._generate(engine, prompt))

@@ -69,7 +69,7 @@ def _row(step: dict[str, Any]) -> tuple[str, ...]:
         step["tier"],
         format_duration(step["ttft_s"]),
         format_duration(step["ttft_cold_s"]),
-        f"{step['speedup']:.1f}x",
+        f"{step['speedup']:.1f}x" if step["tokens_reused"] else "-",
         "yes" if step["output_equal"] else "NO",
     )
 

@@ -36,9 +36,6 @@ PAGE_BYTES = 4096
 EXTRAS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("transformers", ("torch", "transformers", "safetensors")),
     ("vllm", ("vllm",)),
-    ("sglang", ("sglang",)),
-    ("redis", ("redis", "lz4")),
-    ("cuda", ("cupy-cuda12x",)),
 )
 REQUIRED = ("numpy", "protobuf", "grpcio", "grpcio-health-checking", "grpcio-reflection", "xxhash")
 
@@ -97,7 +94,7 @@ def packages(settings: Settings) -> Finding:
             "packages",
             Status.FAIL,
             f"missing {', '.join(missing)}",
-            "pip install --force-reinstall kvstore",
+            "install kvstore again from its checkout: pip install .",
         )
     return Finding("packages", Status.OK, ", ".join(f"{n} {v}" for n, v in found.items()))
 
@@ -318,7 +315,7 @@ def extras(settings: Settings) -> Finding:
         "extras",
         Status.SKIP if not there else Status.OK,
         detail,
-        f"not installed: {', '.join(missing)}; pip install 'kvstore[NAME]'",
+        f"not installed: {', '.join(missing)}; in the checkout: pip install '.[NAME]'",
     )
 
 

@@ -79,7 +79,7 @@ class ServerStats:
     protocol_errors: int
     requests_refused: int
     internal_errors: int
-    sessions_lost: int
+    sessions_ended: int
 
 
 class EngineServer:
@@ -203,7 +203,7 @@ class EngineServer:
             protocol_errors=counts.protocol_errors,
             requests_refused=counts.requests_refused,
             internal_errors=counts.internal_errors,
-            sessions_lost=counts.sessions_lost,
+            sessions_ended=counts.sessions_ended,
         )
 
     # ------------------------------------------------------------ driving the core

@@ -82,7 +82,7 @@ class ServerCounts:
     protocol_errors: int = 0
     requests_refused: int = 0
     internal_errors: int = 0
-    sessions_lost: int = 0
+    sessions_ended: int = 0
 
 
 class ConnectionOwner(Protocol):

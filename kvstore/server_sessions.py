@@ -167,7 +167,7 @@ class Sessions:
         connection.phase = Phase.CLOSING
         connection.stop_reading()
         if connection.engine:
-            self.counts.sessions_lost += 1
+            self.counts.sessions_ended += 1
             _log.info("session %d of engine %s ended: %s", *_name(connection), reason)
         if phase in (Phase.JOINING, Phase.ACTIVE):
             self._post(SessionClosed(connection.session))

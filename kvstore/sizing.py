@@ -234,9 +234,13 @@ def _fit_nvme(settings: Settings, machine: Machine, host_slab: int) -> NvmeConfi
         admit_after=settings.integer("nvme.admit_after"),
     )
     if size and nvme.slabs() < 1:
+        kept = slab == machine.folder.slab_bytes
+        why = (
+            "; the folder was made with that slab size, empty it to choose another" if kept else ""
+        )
         raise ConfigError(
             f"{settings.given('nvme.size')} holds no slab of {format_exact_size(slab)}; "
-            f"set nvme.size to at least {format_exact_size(slab + MANIFEST_BYTES)}, or off"
+            f"set nvme.size to at least {format_exact_size(slab + MANIFEST_BYTES)}, or off{why}"
         )
     return nvme
 

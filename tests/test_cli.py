@@ -236,7 +236,7 @@ def test_demo_without_its_extra_says_what_to_install(private_folder: Path) -> No
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1
-    assert "pip install 'kvstore[transformers]'" in one_line(done.stderr)
+    assert "pip install '.[transformers]'" in one_line(done.stderr)
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["stats"], ["verify", "--help"]])

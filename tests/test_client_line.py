@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvstore import Client, HitStatus, SchedulerSession, Shard, create_host_memory
+from kvstore.client_line import watchers
 from kvstore.core.messages import (
     Attach,
     Completed,
@@ -341,6 +342,19 @@ def test_a_client_that_is_dropped_leaves_nothing_behind(rig: Rig) -> None:
         gc.collect()
         eventually(lambda: "kvstore-client" not in [t.name for t in threading.enumerate()])
         eventually(lambda: open_descriptors() == before)
+
+
+def test_a_fork_after_a_client_was_dropped_finds_nothing_to_leave(rig: Rig) -> None:
+    """Its watcher has ended by itself: the hook of a forked child closes nothing twice."""
+    client = Client(rig.path)
+    assert client.attach("e1").wait_ready(DEADLINE_S)
+    watcher = client._watcher
+    del client
+    gc.collect()
+    eventually(lambda: rig.server.stats().sessions == ())
+    eventually(lambda: watcher._thread is None)
+    assert watcher in watchers()
+    watcher.abandon()
 
 
 def test_clients_without_a_session_leave_nothing_behind(rig: Rig) -> None:

@@ -179,7 +179,7 @@ def test_a_peer_that_does_not_read_is_lost_at_its_limit(rig: Rig) -> None:
         eventually(lambda: rig.core.closed() == [ONE])
         other.send(lookup_message())
         assert other.answer().chunks == 2
-        assert rig.server.stats().sessions_lost == 1
+        assert rig.server.stats().sessions_ended == 1
 
 
 def test_sessions_of_every_ending_leave_no_garbage(rig: Rig, memory: int) -> None:

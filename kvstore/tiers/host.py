@@ -132,7 +132,7 @@ class HostTier:
         self._huge_bytes = _huge_bytes(address, nbytes)
         share = 100 * self._huge_bytes // nbytes
         self._mode = f"huge pages ({share} %)" if self._huge_bytes else "small pages"
-        _log.info("host: %d bytes touched, %s", nbytes, self._mode)
+        _log.info("host: %d MiB touched, %s", nbytes >> 20, self._mode)
 
 
 def _huge_pages_enabled() -> bool:

@@ -263,7 +263,7 @@ class SlabFolder:
             )
         self.direct = not refusal
         self.mode = f"buffered (O_DIRECT refused: {refusal})" if refusal else "direct"
-        _log.info("nvme: %s is %s", self._folder, self.mode)
+        _log.info("nvme: %s, %s I/O", self._folder, self.mode)
 
     def _direct_refusal(self) -> str:
         """Why direct I/O doesn't work here, found out by reading the lock file so; else empty."""

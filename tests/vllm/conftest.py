@@ -1,7 +1,7 @@
 """Real vLLM engines beside a real daemon. Skipped where there is no environment with vLLM.
 
 ``make test-vllm`` builds that environment (kvstore_vllm.environment) and names its Python in
-KVSTORE_VLLM_PYTHON; the ordinary suite neither needs it nor waits for it.
+VLLM_TEST_PYTHON; the ordinary suite neither needs it nor waits for it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvstore_transformers.config import small_model_folder
 
 from tests.conftest import ROOT, SETTINGS, RunningDaemon, private_environment
 
-PYTHON = os.environ.get("KVSTORE_VLLM_PYTHON", "")
-MODEL = Path(os.environ.get("KVSTORE_VLLM_MODEL", "") or small_model_folder())
+PYTHON = os.environ.get("VLLM_TEST_PYTHON", "")
+MODEL = Path(os.environ.get("VLLM_TEST_MODEL", "") or small_model_folder())
 ANSWER_S = 600.0
 BIG = {
     "KVSTORE_HOST_SIZE": "512MiB",
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs vLLM, and say what is missing."""
     reason = ""
     if not PYTHON or not Path(PYTHON).exists():
-        reason = "no environment with vLLM (KVSTORE_VLLM_PYTHON): make test-vllm builds one"
+        reason = "no environment with vLLM (VLLM_TEST_PYTHON): make test-vllm builds one"
     elif not (MODEL / "config.json").exists():
         reason = f"no model at {MODEL}: python -m kvstore_transformers.fetch gets it"
     here = Path(__file__).parent
