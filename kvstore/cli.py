@@ -158,7 +158,7 @@ def _clear_arguments(parser: Parser) -> None:
 def _verify_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.add_argument(
-        "--repair", action="store_true", help="erase the torn, corrupt, foreign and orphaned slots"
+        "--repair", action="store_true", help="erase every slot that a daemon would drop"
     )
     _add_settings(parser, "nvme.path")
 

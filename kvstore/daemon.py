@@ -73,6 +73,7 @@ class Daemon:
         self.problem = ""
         self._stalled = ""
         self._failure = ""
+        self._bug = ""
         self._policy = policy(config.eviction)
         self.host = HostTier(config.host.slabs() + config.host.staging_slots, config.host.slab_size)
         self.nvme = _nvme_tier(config.nvme)
@@ -106,6 +107,8 @@ class Daemon:
         try:
             self._open()
             asyncio.run(self._serve())
+            if self._bug:
+                raise InvariantError(self._bug)
         except InvariantError:
             # A bug: nothing is known to be right, so the folder isn't marked as cleanly left.
             sound = False
@@ -195,7 +198,8 @@ class Daemon:
         """A thread of this process ended by an error that nobody expected: that is a bug."""
         name = hook.thread.name if hook.thread is not None else "a thread"
         _log.critical("%s died", name, exc_info=hook.exc_value)
-        self._fail(f"{name} died: {hook.exc_value!r}")
+        self._bug = f"{name} died: {hook.exc_value!r}"
+        self._fail(self._bug)
 
     def _admin_service(self) -> AdminService:
         """The admin service, once it is open."""

@@ -118,6 +118,7 @@ class EngineServer:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._tick_at_s = 0.0
+        self._accepts = True
         self._drain_s: float | None = None
         self._failure: BaseException | None = None
 
@@ -216,9 +217,11 @@ class EngineServer:
         try:
             for effect in self._service.handle(event, now_s):
                 self._carry_out(effect)
-        except InvariantError as error:
-            self._fail(error)
-            raise
+        except Exception as error:
+            # The core was left in the middle of an event: nothing it holds is known to be right.
+            bug = _as_bug(error)
+            self._fail(bug)
+            raise bug from error
         wanted_s = now_s + self._service.next_tick_s(now_s)
         if wanted_s < self._tick_at_s - 1e-3:
             self._arm(wanted_s)
@@ -274,11 +277,14 @@ class EngineServer:
         try:
             peer = self._listener.accept()
         except OSError as error:
-            _log.warning("no connection can be accepted: %s", error.strerror)
+            if self._accepts:
+                _log.warning("no connection can be accepted: %s", error.strerror)
+            self._accepts = False
             self._loop.remove_reader(self._listener.fileno())
             self._loop.call_later(_ACCEPT_PAUSE_S, self._accept_again)
             return
         if peer is not None:
+            self._accepts = True
             self._sessions.add(peer)
 
     def _accept_again(self) -> None:
@@ -337,7 +343,7 @@ class EngineServer:
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        self._fail(error or InvariantError(f"server: {context.get('message')}"))
+        self._fail(_as_bug(error or InvariantError(f"server: {context.get('message')}")))
 
     def _wake_up(self) -> None:
         if self._wake is not None:
@@ -384,3 +390,12 @@ class EngineServer:
                 asked, _ = self._asked.popleft()
                 if asked.set_running_or_notify_cancel():
                     asked.set_exception(SessionLostError("the daemon isn't running"))
+
+
+def _as_bug(error: BaseException) -> InvariantError:
+    """What stops the daemon: an error that nobody expected is a bug like a broken invariant."""
+    if isinstance(error, InvariantError):
+        return error
+    bug = InvariantError(f"server: {error!r}")
+    bug.__cause__ = error
+    return bug

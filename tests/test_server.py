@@ -243,18 +243,26 @@ def test_a_credential_names_the_tenant(rig: Rig) -> None:
     assert request.message == Attach("e", "secret")
 
 
-def test_a_broken_invariant_stops_the_daemon() -> None:
-    """A bug of the core is never served over: run raises it, and the peers' streams stay open until
-    nothing can move any more."""
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (InvariantError("two chunks in one slot"), "two chunks in one slot"),
+        (ZeroDivisionError("boom"), "server: ZeroDivisionError('boom')"),
+    ],
+)
+def test_a_bug_in_the_core_stops_the_daemon(error: Exception, said: str) -> None:
+    """A bug of the core, broken invariant or any other error, is never served over: the event was
+    left half done. run raises it, and the peers' streams stay open until nothing can move."""
     with folder() as path:
         rig = Rig(str(path / "s.sock"))
         rig.start()
         with Peer(rig.path) as peer:
             peer.attach()
-            rig.core.error = InvariantError("two chunks in one slot")
+            rig.core.error = error
             peer.send(lookup_message())
             rig._thread.join(DEADLINE_S)
-            assert str(rig.failure) == "two chunks in one slot"
+            assert isinstance(rig.failure, InvariantError)
+            assert str(rig.failure) == said
             assert peer.is_quiet()
             rig.join()
             assert peer.receive() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from kvstore.core.messages import (
     SessionID,
 )
 from kvstore.proto_gen import engine_pb2 as pb
+from kvstore.server_listener import Listener
 from tests.link_rig import (
     DEADLINE_S,
     Peer,
@@ -117,6 +119,35 @@ def test_a_daemon_that_is_out_of_descriptors_is_left_to_be_tried_again(
         peer.greet()
         peer.register([memory])
         assert peer.answer().kind == pb.DaemonMessage.ENGINE
+
+
+def test_connections_that_cannot_be_accepted_are_logged_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of descriptors for hours: one line in the log, and when there are some again the peer
+    that waits is served."""
+    monkeypatch.setattr("kvstore.server._ACCEPT_PAUSE_S", 0.01)
+    tries: list[int] = []
+    accept = Listener.accept
+
+    def counted(listener: Listener) -> socket.socket | None:
+        tries.append(1)
+        return accept(listener)
+
+    monkeypatch.setattr(Listener, "accept", counted)
+    for _ in range(2):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waiting:
+            tries.clear()
+            with no_descriptor_left():
+                waiting.connect(rig.path)
+                eventually(lambda: len(tries) > 5)
+            accepted = rig.server.stats().connections_total
+            eventually(
+                lambda accepted=accepted: (  # type: ignore[misc]
+                    rig.server.stats().connections_total > accepted
+                )
+            )
+    assert caplog.text.count("no connection can be accepted") == 2
 
 
 def test_descriptors_that_come_unasked_are_closed(rig: Rig, memory: int) -> None:

@@ -131,13 +131,18 @@ def test_a_malformed_message_is_refused_and_the_session_goes_on(
     assert len(rig.core.requests(Lookup)) == 1
 
 
-def test_a_fault_in_one_request_is_one_refusal(rig: Rig) -> None:
-    """An unexpected error while a request is handled is logged, counted and answered at once."""
+def test_a_fault_before_the_core_is_one_refusal(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unexpected error while a request is read is logged, counted and answered at once."""
     with Peer(rig.path) as peer:
         peer.attach()
-        rig.core.error = ZeroDivisionError("boom")
+
+        def boom(message: object) -> object:
+            raise ZeroDivisionError("boom")
+
+        monkeypatch.setattr("kvstore.server_sessions.read_request", boom)
         peer.send(lookup_message())
         assert peer.refusal() == "internal error: ZeroDivisionError"
+        monkeypatch.undo()
         peer.send(lookup_message())
         assert peer.answer().chunks == 2
     assert rig.server.call(rig.server.stats).result(DEADLINE_S).internal_errors == 1

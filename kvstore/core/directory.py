@@ -98,20 +98,19 @@ class Directory:
         """All staging slots."""
         return self._staging
 
-    def stats(self, spaces: list[Space]) -> tuple[TierStats, ...]:
-        """A snapshot of each tier."""
-        return tuple(self._tier_stats(tree, spaces) for tree in self.trees())
+    def stats(self, spaces: list[Space], held: set[Slot]) -> tuple[TierStats, ...]:
+        """A snapshot of each tier; ``held`` are the slots that Moves hold."""
+        return tuple(self._tier_stats(tree, spaces, held) for tree in self.trees())
 
-    def _tier_stats(self, tree: Tree, spaces: list[Space]) -> TierStats:
+    def _tier_stats(self, tree: Tree, spaces: list[Space], held: set[Slot]) -> TierStats:
         limits = tree.slabs.limits
-        used = total = used_bytes = pinned = 0
+        used = total = used_bytes = 0
         sizes: list[int] = []
         for slab in tree.slabs.cuts():
             used += slab.used()
             total += slab.capacity
             used_bytes += slab.used() * slab.slot_bytes
             sizes.append(slab.slot_bytes)
-            pinned += sum(1 for slot in slab.slots.values() if slot.holders)
         if sizes:
             total += tree.slabs.uncut_count() * (limits.slab_bytes // max(sizes))
         count = self._counts[tree.tier]
@@ -125,7 +124,7 @@ class Directory:
             hits=count.hits,
             misses=count.misses,
             evictions=tree.evictions,
-            pinned=pinned,
+            pinned=sum(slot.place.tier is tree.tier for slot in held),
             scanning=tree.linear,
             full=tree.slabs.growth_stopped,
         )

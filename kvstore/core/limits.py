@@ -66,7 +66,7 @@ class Limits:
     admit_after: int = 1
     """A chunk enters NVMe at its n-th store."""
     sweep_entries: int = 500
-    """Hidden chunks freed per event."""
+    """Hidden chunks freed per Tick."""
     partial: Partial = Partial.SERVE
     """What engines get that don't register all of their KV (Layout.uncached)."""
     sessions_max: int = 1024

@@ -122,7 +122,7 @@ class Retrieving:
             for reader in job.readers:
                 reader.wait.ticket.settle(reader.wait.chunk, ok=False)
                 self._cut_leases(reader.wait.ticket, job.header.key)
-            self._give_up(source)
+            self._give_up(source, status)
         self._settle_target(target, status)
         self._state.let_go(job)
 
@@ -226,17 +226,16 @@ class Retrieving:
         elif target.state is SlotState.RESERVED:
             self._state.directory.host.fail(target, None)
 
-    def _give_up(self, source: Slot) -> None:
-        """Bytes at rest are bad: the chunk leaves the tier, and its header is overwritten so that
-        it doesn't come back with the next start."""
+    def _give_up(self, source: Slot, status: MoveStatus) -> None:
+        """A read failed: the chunk leaves the tier. Where the bytes at rest are bad, the header is
+        overwritten too, so that it doesn't come back with the next start."""
         tree = self._state.directory.tree(source.place.tier)
         copy = source.owner
         if tree is None or copy is None or not copy.live:
             return
-        job = Job(
-            self._state.transfers.next_id(), MoveKind.ERASE, slot_header(source, 0), target=source
-        )
-        self._state.transfers.push(job)
+        if status in (MoveStatus.CORRUPT, MoveStatus.FOREIGN):
+            number, header = self._state.transfers.next_id(), slot_header(source, 0)
+            self._state.transfers.push(Job(number, MoveKind.ERASE, header, target=source))
         tree.doom(copy)
 
     def _cut_leases(self, ticket: Ticket, key: bytes = b"") -> None:

@@ -141,7 +141,7 @@ class Service:
         state = self._state
         spaces = state.spaces.all()
         return CoreStats(
-            tiers=state.directory.stats(spaces),
+            tiers=state.directory.stats(spaces, state.transfers.held()),
             engines=tuple(engine.stats() for engine in state.engines.engines()),
             spaces=tuple(
                 SpaceStats(s.tenant, s.model, s.alias, s.namespace.hex(), s.epoch, s.chunks())

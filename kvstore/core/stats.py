@@ -135,13 +135,11 @@ class Histogram:
         self._counts = [0] * self._BUCKETS
         self._bounds_s = [self._BASE_S * self._GROWTH**i for i in range(self._BUCKETS)]
         self._max_s = 0.0
-        self._sum_s = 0.0
 
     def add(self, latency_s: float) -> None:
         """Count one latency."""
         place = min(bisect_left(self._bounds_s, latency_s), self._BUCKETS - 1)
         self._counts[place] += 1
-        self._sum_s += latency_s
         self._max_s = max(self._max_s, latency_s)
 
     def summary(self) -> LatencySummary:

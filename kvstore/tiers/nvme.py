@@ -77,6 +77,7 @@ class NvmeTier:
         self._spaces: tuple[SpaceRecord, ...] = ()
         self._was_clean = False
         self._scan_ended = False
+        self._torn_left = False
         self._is_open = False
 
     def open(self) -> None:
@@ -189,7 +190,7 @@ class NvmeTier:
         newest = 0 if self._was_clean else VERIFY_NEWEST
         try:
             SlabScan(self._files, newest, self._is_whole).run(report, stop)
-            self._scan_ended = not stop.is_set()
+            self._scan_ended = not stop.is_set() and not self._torn_left
         except OSError as error:
             raise _mapped(error, "the scan failed") from error
 
@@ -258,7 +259,11 @@ class NvmeTier:
         except (ChunkCorruptError, TierUnavailableError) as error:
             _log.info("nvme: torn by a crash: %s", error)
         # Or the next scan, after a clean stop, would believe the header.
-        self.erase(place)
+        try:
+            self.erase(place)
+        except (CapacityError, TierUnavailableError) as error:
+            _log.error("nvme: a torn chunk's header stays: %s", error)
+            self._torn_left = True
         return False
 
     def _check(self, place: Place, header: ChunkHeader, payload: _Bytes) -> None:

@@ -125,7 +125,7 @@ def test_hits_and_misses_are_counted_by_tier() -> None:
     shelf.put(shelf.directory.host, 0, 1, 2)
     shelf.put(shelf.directory.nvme, 0, 1, 2, 3, 4)
     shelf.hit()
-    host, nvme = shelf.directory.stats([shelf.space])
+    host, nvme = shelf.directory.stats([shelf.space], set())
     assert (host.name, host.hits, host.misses) == ("host", 3, 3)
     assert (nvme.name, nvme.hits, nvme.misses) == ("nvme", 2, 1)
 

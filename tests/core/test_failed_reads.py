@@ -43,7 +43,8 @@ def test_a_failed_read_tells_all_who_waited_and_gives_the_chunk_up(
     status: MoveStatus, reason: str
 ) -> None:
     """Field cases 10 and 22: two requests share chunk 1 of 3, its READ fails: both are told,
-    counted once, the header is overwritten, and the next lookup ends before it."""
+    counted once, and the next lookup ends before it. The header is overwritten where what it says
+    is bad; an error of the device may pass."""
     driver, engine, keys = cold(3)
     other = driver.engine("e2")
     assert (engine.lookup(keys), other.lookup(keys)) == (3, 3)
@@ -55,9 +56,11 @@ def test_a_failed_read_tells_all_who_waited_and_gives_the_chunk_up(
     for who, number in numbers:
         assert driver.completed(who.workers[0], number).done == b"\1\0\1"
     assert driver.drops(reason) == 1
-    (erase,) = driver.waiting(MoveKind.ERASE)
-    assert erase.target == bad.source
-    assert erase.header.key == keys[1]
+    erases = driver.waiting(MoveKind.ERASE)
+    assert len(erases) == (status is not MoveStatus.FAILED)
+    for erase in erases:
+        assert erase.target == bad.source
+        assert erase.header.key == keys[1]
     assert (engine.lookup(keys), other.lookup(keys)) == (1, 1)
     driver.run()
     driver.tick()
