@@ -176,7 +176,7 @@ class Link:
         for held in tuple(self._held):
             try:
                 ready = held.ready.query()
-            except RuntimeError as error:
+            except Exception as error:  # noqa: BLE001
                 held.ticket.settle(b"", False, f"the ready event failed: {error}")
                 ready = True
             if ready or held.ticket.settled:

@@ -396,6 +396,4 @@ def _as_bug(error: BaseException) -> InvariantError:
     """What stops the daemon: an error that nobody expected is a bug like a broken invariant."""
     if isinstance(error, InvariantError):
         return error
-    bug = InvariantError(f"server: {error!r}")
-    bug.__cause__ = error
-    return bug
+    return InvariantError(f"server: {error!r}")

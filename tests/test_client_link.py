@@ -322,7 +322,7 @@ def test_an_event_that_fails_ends_its_transfer_and_no_other(rig: Rig) -> None:
     with Engine(rig.path) as engine:
         event = Event()
         ticket = engine.worker.store("r", keys_of(1), BLOCKS, ready=event)
-        event.error = RuntimeError("illegal address")
+        event.error = OSError("illegal address")
         outcome = ticket.wait(DEADLINE_S)
         assert outcome is not None
         assert outcome.reason == "the ready event failed: illegal address"

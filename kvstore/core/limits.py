@@ -52,6 +52,8 @@ class Limits:
     """Leases at a time; beyond it the one whose deadline is next ends early."""
     session_bytes_max: int = 4 << 30
     """Bytes of stores in flight per session; beyond it a store is refused at once."""
+    transfers_max: int = 4096
+    """Stores and retrieves in flight per session; beyond it one is refused at once."""
     copy_depth: int = 4
     """STORE and LOAD Moves handed out at a time; the rest waits in the core, where priorities
     hold."""

@@ -188,6 +188,11 @@ class Service:
             text = f"request number {event.id} is a transfer in flight; use another"
             state.reply(session.id, event.id, Refused(text))
             return
+        most = state.limits.transfers_max
+        if isinstance(message, Store | Retrieve) and len(session.tickets) >= most:
+            text = f"{most} transfers of this session are in flight, which is the limit"
+            state.reply(session.id, event.id, Refused(text))
+            return
         self._verbs[type(message)](session, event.id, message)
 
     def _release(self, session: Session, number: int, message: Release) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.core.batches import STEP_CHUNKS
-from kvstore.core.messages import MoveKind, TierName
+from kvstore.core.messages import MoveKind, Refused, TierName
 from tests.core.driver import Driver, limits
 
 LONG = 3 * STEP_CHUNKS + 10
@@ -93,3 +93,16 @@ def test_a_chain_that_does_not_fit_nvme_is_refused_once_a_chunk() -> None:
         driver.run(MoveKind.WRITE)
     assert driver.tier(TierName.NVME).chunks == 4
     assert driver.drops("nvme_full") + driver.drops("nvme_parent_missing") <= 40
+
+
+def test_a_session_may_have_so_many_transfers_in_flight() -> None:
+    """Beyond the limit a transfer is refused at once; one that ends makes room."""
+    driver = Driver(limits(host_slots=4, transfers_max=2))
+    engine = driver.engine()
+    for seed in (1, 2):
+        engine.store(engine.chain(1, seed))
+    third = engine.store(engine.chain(1, 3))
+    refused = driver.answer(engine.workers[0], third)
+    assert refused == Refused("2 transfers of this session are in flight, which is the limit")
+    driver.run()
+    assert engine.put(engine.chain(1, 3)) == b"\1"
