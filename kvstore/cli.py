@@ -12,6 +12,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from kvstore import __version__
@@ -221,9 +222,8 @@ def _escape_output() -> None:
 def _drop_output() -> None:
     """What stdout didn't take goes nowhere: the interpreter would try once more at its end."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        with suppress(OSError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _missing_extra(error: ModuleNotFoundError) -> int:
