@@ -19,7 +19,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = "kvstore/proto_gen"
 LINK = Path("proto/kvstore/engine/v1/engine.proto")
 ADMIN = Path("proto/kvstore/admin/v1/admin.proto")
-"""The one file with gRPC services."""
 
 
 def generate(source: Path, target: Path) -> None:
@@ -31,8 +30,6 @@ def generate(source: Path, target: Path) -> None:
         f"--python_out={target}",
         f"--pyi_out={target}",
     ]
-    if source == ADMIN:
-        command.append(f"--grpc_python_out={target}")
     if protoc.main([*command, f"{PACKAGE}/{source.name}"]):
         raise SystemExit(f"proto: {source} doesn't compile")
 
