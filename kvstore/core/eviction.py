@@ -1,9 +1,8 @@
 """Eviction: which copy leaves a full tier first.
 
 A policy orders *candidates*: copies that the tree offers because nothing hangs on them. Leaf-first
-LRU is the default: simulation on a real conversation trace gave it the best hit rate at normal
-sizes, and leaves first keeps each tier prefix-closed. A parent is used whenever a child is, so a
-copy that becomes a leaf inherits the latest use of its last child (the tree does that).
+LRU is the default: leaves first keeps each tier prefix-closed. A parent is used whenever a child
+is, so a copy that becomes a leaf inherits the latest use of its last child (the tree does that).
 
 Heaps are lazy: a use only changes the copy's ``last_use``; an entry that turns out to be older than
 its copy is pushed again when it comes up. So each copy has at most one entry, and a lookup costs no
