@@ -74,12 +74,12 @@ def default_socket() -> str:
     return f"/tmp/kvstore-{os.getuid()}/kvstore.sock"
 
 
-def environment_folder() -> Path:
-    """Where kvstore_vllm.environment builds: $XDG_CACHE_HOME/kvstore/vllm-env, below ~/.cache where
-    that variable isn't set to a full path."""
+def environment_folder(name: str = "vllm") -> Path:
+    """Where an environment is built: $XDG_CACHE_HOME/kvstore/NAME-env, below ~/.cache where that
+    variable isn't set to a full path."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     root = base if base.is_absolute() else Path.home() / ".cache"
-    return root / "kvstore" / "vllm-env"
+    return root / "kvstore" / f"{name}-env"
 
 
 def _typed(key: str, kind: str, value: object) -> object:
