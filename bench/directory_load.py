@@ -25,6 +25,7 @@ from directory_rig import (
     limits,
     record,
     records,
+    report,
     restored,
 )
 
