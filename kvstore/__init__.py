@@ -13,6 +13,7 @@ from kvstore.client_session import (
     WorkerSession,
 )
 from kvstore.client_tickets import Ticket, TransferOutcome
+from kvstore.client_watching import ChunkChange, ChunkChanges
 from kvstore.core.errors import (
     CapacityError,
     ConfigError,
@@ -23,7 +24,7 @@ from kvstore.core.errors import (
 )
 from kvstore.core.keys import Adapter, ChunkKey, ChunkKeys, ContentItem, Namespace
 from kvstore.core.layout import LayerGroup, Layout, Shard, TensorSpan, TokenRows
-from kvstore.core.messages import HitStatus
+from kvstore.core.messages import HitStatus, TierName
 from kvstore.memory import CudaMemory, HostMemory, OwnedHostMemory, create_host_memory
 from kvstore.wire import VERSION
 
@@ -32,6 +33,8 @@ __version__ = VERSION
 __all__ = [
     "Adapter",
     "CapacityError",
+    "ChunkChange",
+    "ChunkChanges",
     "ChunkKey",
     "ChunkKeys",
     "Client",
@@ -55,6 +58,7 @@ __all__ = [
     "Shard",
     "TensorSpan",
     "Ticket",
+    "TierName",
     "TokenRows",
     "TransferOutcome",
     "WorkerSession",

@@ -310,6 +310,8 @@ def _traffic(core: CoreStats, lookup: LatencySummary) -> admin_pb2.Traffic:
         lookup=_latency(lookup),
         store=_latency(core.store),
         retrieve=_latency(core.retrieve),
+        watchers=core.watchers,
+        changes_dropped=core.changes_dropped,
     )
 
 

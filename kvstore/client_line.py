@@ -21,8 +21,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
+from kvstore.client_counts import LinkCounts
 from kvstore.client_joining import Join
-from kvstore.client_link import Link, LinkCounts, Phase
+from kvstore.client_link import Link, Phase
 from kvstore.client_waiters import End
 from kvstore.core.errors import KVStoreError
 

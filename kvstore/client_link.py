@@ -13,11 +13,11 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
 from kvstore.client_channel import STEP_MAX_S, Channel
+from kvstore.client_counts import LinkCounts
 from kvstore.client_joining import Join, check_engine
 from kvstore.client_tickets import Ticket
 from kvstore.client_waiters import Answer, Until, Waiter
@@ -40,19 +40,6 @@ class Phase(Enum):
     JOINING = "joining"
     LIVE = "live"
     OVER = "over"
-
-
-@dataclass(slots=True)
-class LinkCounts:
-    """What a session's links count, one after the other."""
-
-    links: int = 0
-    losses: int = 0
-    lookups: int = 0
-    lookups_overdue: int = 0
-    lookups_skipped: int = 0
-    transfers: int = 0
-    transfers_refused: int = 0
 
 
 class Ready(Protocol):
@@ -144,6 +131,12 @@ class Link:
             elif found is not None and found.status == HitStatus.PENDING:
                 self.pending.add(message.id)
             return found
+
+    def watch(self) -> Answer | None:
+        """Ask once for what changes in the engine's namespace; None where it can't be asked."""
+        with self.channel.condition:
+            asks = self._may_ask()
+            return self._ask(pb.ClientMessage(kind=pb.ClientMessage.WATCH)) if asks else None
 
     def start(self, ticket: Ticket, message: pb.ClientMessage) -> None:
         """Send a STORE or RETRIEVE, or settle its ticket at once where that can't be."""
@@ -308,7 +301,7 @@ class Link:
         kind, number = message.kind, message.id
         if number > self._last_id:
             raise ProtocolError(f"an answer to message {number}, which was never sent")
-        if kind == pb.DaemonMessage.LOOKUP:
+        if kind in (pb.DaemonMessage.LOOKUP, pb.DaemonMessage.CHANGES):
             self._answer(number, message)
         elif kind == pb.DaemonMessage.COMPLETED:
             ticket = self._tickets.pop(number, None)

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import cast
 
+from kvstore.client_counts import LinkCounts
 from kvstore.client_line import Hold, Line
-from kvstore.client_link import Link, LinkCounts, Ready
+from kvstore.client_link import Link, Ready
 from kvstore.client_tickets import GroupBlocks, Ticket, TransferOutcome
+from kvstore.client_watching import ChunkChanges, Watch
 from kvstore.core.errors import CapacityError, LayoutMismatchError, ProtocolError
 from kvstore.core.keys import (
     NO_PARENT,
@@ -112,6 +114,7 @@ class SchedulerSession:
         self._line = line
         self._lookup_timeout_s = lookup_timeout_s
         self._pending: dict[str, tuple[bytes, int]] = {}
+        self._watch = Watch()
 
     def keys(
         self,
@@ -166,6 +169,11 @@ class SchedulerSession:
         link = self._line.live()
         if link is not None:
             link.release(request)
+
+    def changes(self) -> ChunkChanges:
+        """Which chunks the engine's namespace gained and lost since the last call, as far as the
+        daemon has told; the first call begins it. Never waits; for one thread."""
+        return self._watch.take(self._line.live())
 
     def set_revision(self, revision: str, timeout_s: float = 2.0) -> bool:
         """The engine's weights are now those of ``revision``: its KV is another namespace.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvstore.core.changes import Changes, Watch
 from kvstore.core.errors import LayoutMismatchError, ProtocolError
 from kvstore.core.keys import KEY_BYTES, NO_PARENT, ChunkKey, Namespace
 from kvstore.core.layout import (
@@ -148,6 +149,14 @@ def write_reply(number: int, body: Body) -> bytes:
         message.engine.ready = body.ready
         message.engine.namespace = body.namespace
         message.engine.tokens_per_chunk = body.tokens_per_chunk
+    elif isinstance(body, Changes):
+        message = pb.DaemonMessage(
+            kind=pb.DaemonMessage.CHANGES,
+            id=number,
+            keys=body.keys,
+            kinds=body.kinds,
+            resync=body.resync,
+        )
     elif isinstance(body, Done):
         message = pb.DaemonMessage(kind=pb.DaemonMessage.DONE, id=number)
     else:
@@ -196,6 +205,10 @@ def _read_revision(message: pb.ClientMessage) -> Message:
     return SetRevision(_label("revision", _text("revision", message.revision)))
 
 
+def _read_watch(message: pb.ClientMessage) -> Message:
+    return Watch()
+
+
 _READERS: dict[int, Callable[[pb.ClientMessage], Message]] = {
     pb.ClientMessage.LOOKUP: _read_lookup,
     pb.ClientMessage.RELEASE: _read_release,
@@ -203,6 +216,7 @@ _READERS: dict[int, Callable[[pb.ClientMessage], Message]] = {
     pb.ClientMessage.RETRIEVE: _read_retrieve,
     pb.ClientMessage.CANCEL: _read_cancel,
     pb.ClientMessage.SET_REVISION: _read_revision,
+    pb.ClientMessage.WATCH: _read_watch,
 }
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore import wire
+from kvstore.core.changes import Changes
 from kvstore.core.errors import KVStoreError, ProtocolError
 from kvstore.core.layout import LayerGroup, Layout, Shard, TensorSpan, TokenRows
 from kvstore.core.messages import Completed, Done, EngineState, HitStatus, LookupReply, Refused
@@ -114,6 +115,7 @@ def test_answers_are_written_with_their_number() -> None:
         (EngineState("e", True, b"n" * 32, 16), pb.DaemonMessage.ENGINE),
         (LookupReply(HitStatus.HIT, 3), pb.DaemonMessage.LOOKUP),
         (Completed(b"\1\0", True, "why"), pb.DaemonMessage.COMPLETED),
+        (Changes(b"k" * 32, b"\1", True), pb.DaemonMessage.CHANGES),
     ):
         message = wire.read_daemon_message(write_reply(9, body))
         assert (message.kind, message.id) == (kind, 9)

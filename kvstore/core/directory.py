@@ -72,6 +72,15 @@ class Directory:
             pins += [found] if found is not None else []
         return chunks, pins
 
+    def tell(self, space: Space, key: bytes) -> None:
+        """Have watchers told where a chunk is that an engine uses; nothing where nobody watches."""
+        if not self.host.watched:
+            return
+        for tree in self.trees():
+            copy = tree.find(space, key)
+            if copy is not None and copy.visible():
+                tree.changed.append((copy, True))
+
     def let_go(self, slot: Slot, move: MoveID) -> None:
         """A Move that held a slot of any tier, or of the staging ring, has ended."""
         if self.is_staging(slot):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NewType
 
+from kvstore.core.changes import Changes, Watch
 from kvstore.core.keys import ChunkKey, Namespace
 from kvstore.core.layout import Layout, Part, Shard
 
@@ -198,7 +199,9 @@ class Clear:
     model: str | None
 
 
-Message = Register | Attach | SetRevision | Lookup | Release | Store | Retrieve | Cancel | Clear
+Message = (
+    Register | Attach | SetRevision | Lookup | Release | Store | Retrieve | Cancel | Clear | Watch
+)
 
 
 # ---------------------------------------------------------------- events
@@ -336,7 +339,7 @@ class Cleared:
     chunks: int
 
 
-Body = Done | Refused | EngineState | LookupReply | Completed | Cleared
+Body = Done | Refused | EngineState | LookupReply | Completed | Cleared | Changes
 
 
 # ---------------------------------------------------------------- effects

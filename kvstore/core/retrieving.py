@@ -163,6 +163,7 @@ class Retrieving:
             if slot is None:
                 return False
             found.append((slot, batch.blocks.of(part, chunk)))
+        self._state.directory.tell(batch.space, self._key(batch, chunk))
         for slot, blocks in found:
             if slot.owner is not None:
                 self._touch(slot)
@@ -173,12 +174,16 @@ class Retrieving:
         return True
 
     def _find(self, batch: _Batch, chunk: int, part: Part) -> Slot | None:
-        key = batch.ticket.keys[chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES]
+        key = self._key(batch, chunk)
         for tree in self._state.directory.trees():
             slot = tree.ready(batch.space, key, part, batch.shard.index())
             if slot is not None:
                 return slot
         return None
+
+    @staticmethod
+    def _key(batch: _Batch, chunk: int) -> bytes:
+        return batch.ticket.keys[chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES]
 
     def _touch(self, slot: Slot) -> None:
         tree = self._state.directory.tree(slot.place.tier)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvstore.core.changes import Watch
 from kvstore.core.clearing import Clearing
 from kvstore.core.engines import Engine, Session
 from kvstore.core.errors import InvariantError
@@ -57,6 +58,7 @@ from kvstore.core.tickets import Ticket
 from kvstore.core.transfers import Job
 from kvstore.core.tree import Tree
 from kvstore.core.tree_nodes import Copy
+from kvstore.core.watching import Watching
 from kvstore.core.writing import Writing
 
 _TICK_S = 0.25
@@ -81,6 +83,7 @@ class Service:
         self._restoring = Restoring(self._state)
         self._joining = Joining(self._state)
         self._clearing = Clearing(self._state, self._writing)
+        self._watching = Watching(self._state)
         self._endings: dict[MoveKind, Callable[[Job, MoveStatus], None]] = {
             MoveKind.STORE: self._storing.moved,
             MoveKind.LOAD: self._retrieving.loaded,
@@ -95,6 +98,7 @@ class Service:
             Retrieve: self._retrieving.retrieve,
             Cancel: self._cancel_request,
             SetRevision: self._joining.set_revision,
+            Watch: self._watching.watch,
         }
         if self._state.directory.nvme is not None:
             self._state.directory.nvme.linear = True
@@ -160,6 +164,8 @@ class Service:
             store=state.latency["store"].summary(),
             retrieve=state.latency["retrieve"].summary(),
             drops=dict(state.drops),
+            watchers=len(self._watching),
+            changes_dropped=self._watching.dropped,
         )
 
     def check_invariants(self) -> None:
@@ -281,6 +287,7 @@ class Service:
         if session.closing:
             raise InvariantError(f"session {number} closed twice")
         session.closing = True
+        self._watching.end(number)
         engine = session.engine
         if session.shard is not None:
             before = engine.state()
@@ -302,6 +309,7 @@ class Service:
         for tree in state.directory.trees():
             tree.sweep(state.limits.sweep_entries)
         self._clearing.tick()
+        self._watching.tick()
 
     # ------------------------------------------------------------ after each event
 
@@ -315,6 +323,8 @@ class Service:
                 for reason, count in tree.lost.items():
                     state.drop(reason, count)
                 tree.lost.clear()
+                if tree.changed:
+                    self._watching.note(tree)
                 settled, tree.settled = tree.settled, []
                 committed, tree.committed = tree.committed, []
                 again = again or bool(settled or committed)

@@ -101,7 +101,8 @@ class SpaceStats:
 
 @dataclass(frozen=True, slots=True)
 class CoreStats:
-    """A snapshot of the whole core."""
+    """A snapshot of the whole core. ``changes_dropped`` counts what sessions that watch weren't
+    told, as they had fallen behind."""
 
     tiers: tuple[TierStats, ...]
     engines: tuple[EngineStats, ...]
@@ -119,6 +120,8 @@ class CoreStats:
     store: LatencySummary
     retrieve: LatencySummary
     drops: dict[str, int] = field(default_factory=dict)
+    watchers: int = 0
+    changes_dropped: int = 0
 
 
 class Histogram:

@@ -192,6 +192,7 @@ class Storing:
             return
         if slot.part is Part.FULL:
             self._state.directory.host.touch(copy)
+            self._state.directory.tell(copy.space, copy.key)
             copy.count_store(batch.shard.rank())
         admitted = copy.stores == self._state.limits.admit_after
         for other in list(copy.slots()) if admitted else [slot]:

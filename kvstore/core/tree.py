@@ -47,6 +47,9 @@ class Tree:
         self.committed: list[Slot] = []
         self.lost: Counter[Drop] = Counter()
         self.evictions = 0
+        self.watched = False
+        self.changed: list[tuple[Copy, bool]] = []
+        """Copies that came or left, noted while the tree is ``watched``."""
         self.linear = False
         """Set while a scan restores the tree: links may be missing, so lookups walk."""
         self._candidates = Candidates(policy)
@@ -287,6 +290,8 @@ class Tree:
         if copy is None:
             raise InvariantError(f"{slot!r}: commits without a copy")
         copy.ready[slot.part] += 1
+        if self.watched and slot.part is Part.FULL and copy.visible():
+            self.changed.append((copy, True))
         self.settled += [(wait, True) for wait in slot.waits]
         slot.waits = []
         self.committed.append(slot)
@@ -316,6 +321,8 @@ class Tree:
 
     def _drop(self, copy: Copy) -> None:
         """Take a copy and its slots out of everything but its children's links."""
+        if self.watched and copy.visible():
+            self.changed.append((copy, False))
         copy.live = False
         self._last_rooted = None
         copy.space.index[self.tier].remove(copy)
@@ -370,6 +377,8 @@ class Tree:
         return True
 
     def _evict(self, copy: Copy, parts: list[Part]) -> None:
+        if self.watched and Part.FULL in parts and copy.visible():
+            self.changed.append((copy, False))
         for part in parts:
             for shard, slot in enumerate(copy.parts[part]):
                 if slot is not None:

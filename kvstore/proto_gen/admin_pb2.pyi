@@ -116,7 +116,7 @@ class InOut(_message.Message):
     def __init__(self, reads: _Optional[int] = ..., read_bytes: _Optional[int] = ..., read_bytes_s: _Optional[float] = ..., read_busy_s: _Optional[float] = ..., writes: _Optional[int] = ..., write_bytes: _Optional[int] = ..., write_bytes_s: _Optional[float] = ..., write_busy_s: _Optional[float] = ..., erases: _Optional[int] = ..., errors: _Optional[int] = ...) -> None: ...
 
 class Traffic(_message.Message):
-    __slots__ = ("sessions", "leases", "moves_in_flight", "moves_queued", "write_backlog", "lookups", "lookup_tokens", "hit_tokens", "hit_rate", "stored_chunks", "retrieved_chunks", "lookup", "store", "retrieve")
+    __slots__ = ("sessions", "leases", "moves_in_flight", "moves_queued", "write_backlog", "lookups", "lookup_tokens", "hit_tokens", "hit_rate", "stored_chunks", "retrieved_chunks", "lookup", "store", "retrieve", "watchers", "changes_dropped")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     MOVES_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,8 @@ class Traffic(_message.Message):
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
     RETRIEVE_FIELD_NUMBER: _ClassVar[int]
+    WATCHERS_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_DROPPED_FIELD_NUMBER: _ClassVar[int]
     sessions: int
     leases: int
     moves_in_flight: int
@@ -145,7 +147,9 @@ class Traffic(_message.Message):
     lookup: Latency
     store: Latency
     retrieve: Latency
-    def __init__(self, sessions: _Optional[int] = ..., leases: _Optional[int] = ..., moves_in_flight: _Optional[int] = ..., moves_queued: _Optional[int] = ..., write_backlog: _Optional[int] = ..., lookups: _Optional[int] = ..., lookup_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., hit_rate: _Optional[float] = ..., stored_chunks: _Optional[int] = ..., retrieved_chunks: _Optional[int] = ..., lookup: _Optional[_Union[Latency, _Mapping]] = ..., store: _Optional[_Union[Latency, _Mapping]] = ..., retrieve: _Optional[_Union[Latency, _Mapping]] = ...) -> None: ...
+    watchers: int
+    changes_dropped: int
+    def __init__(self, sessions: _Optional[int] = ..., leases: _Optional[int] = ..., moves_in_flight: _Optional[int] = ..., moves_queued: _Optional[int] = ..., write_backlog: _Optional[int] = ..., lookups: _Optional[int] = ..., lookup_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., hit_rate: _Optional[float] = ..., stored_chunks: _Optional[int] = ..., retrieved_chunks: _Optional[int] = ..., lookup: _Optional[_Union[Latency, _Mapping]] = ..., store: _Optional[_Union[Latency, _Mapping]] = ..., retrieve: _Optional[_Union[Latency, _Mapping]] = ..., watchers: _Optional[int] = ..., changes_dropped: _Optional[int] = ...) -> None: ...
 
 class Latency(_message.Message):
     __slots__ = ("count", "p50_s", "p90_s", "p99_s", "max_s")

@@ -21,6 +21,7 @@ class ClientMessage(_message.Message):
         STORE: _ClassVar[ClientMessage.Kind]
         RETRIEVE: _ClassVar[ClientMessage.Kind]
         CANCEL: _ClassVar[ClientMessage.Kind]
+        WATCH: _ClassVar[ClientMessage.Kind]
     UNSPECIFIED: ClientMessage.Kind
     HELLO: ClientMessage.Kind
     REGISTER: ClientMessage.Kind
@@ -31,6 +32,7 @@ class ClientMessage(_message.Message):
     STORE: ClientMessage.Kind
     RETRIEVE: ClientMessage.Kind
     CANCEL: ClientMessage.Kind
+    WATCH: ClientMessage.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -60,7 +62,7 @@ class ClientMessage(_message.Message):
     def __init__(self, kind: _Optional[_Union[ClientMessage.Kind, str]] = ..., id: _Optional[int] = ..., request: _Optional[str] = ..., keys: _Optional[bytes] = ..., first: _Optional[int] = ..., parent: _Optional[bytes] = ..., blocks: _Optional[_Iterable[bytes]] = ..., transfer: _Optional[int] = ..., revision: _Optional[str] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., engine: _Optional[str] = ..., credential: _Optional[str] = ...) -> None: ...
 
 class DaemonMessage(_message.Message):
-    __slots__ = ("kind", "id", "reason", "status", "chunks", "done", "cancelled", "hello", "engine")
+    __slots__ = ("kind", "id", "reason", "status", "chunks", "done", "cancelled", "hello", "engine", "keys", "kinds", "resync")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         UNSPECIFIED: _ClassVar[DaemonMessage.Kind]
@@ -70,6 +72,7 @@ class DaemonMessage(_message.Message):
         ENGINE: _ClassVar[DaemonMessage.Kind]
         LOOKUP: _ClassVar[DaemonMessage.Kind]
         COMPLETED: _ClassVar[DaemonMessage.Kind]
+        CHANGES: _ClassVar[DaemonMessage.Kind]
     UNSPECIFIED: DaemonMessage.Kind
     HELLO: DaemonMessage.Kind
     REFUSED: DaemonMessage.Kind
@@ -77,6 +80,7 @@ class DaemonMessage(_message.Message):
     ENGINE: DaemonMessage.Kind
     LOOKUP: DaemonMessage.Kind
     COMPLETED: DaemonMessage.Kind
+    CHANGES: DaemonMessage.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +90,9 @@ class DaemonMessage(_message.Message):
     CANCELLED_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    RESYNC_FIELD_NUMBER: _ClassVar[int]
     kind: DaemonMessage.Kind
     id: int
     reason: str
@@ -95,7 +102,10 @@ class DaemonMessage(_message.Message):
     cancelled: bool
     hello: Hello
     engine: Engine
-    def __init__(self, kind: _Optional[_Union[DaemonMessage.Kind, str]] = ..., id: _Optional[int] = ..., reason: _Optional[str] = ..., status: _Optional[int] = ..., chunks: _Optional[int] = ..., done: _Optional[bytes] = ..., cancelled: bool = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ...) -> None: ...
+    keys: bytes
+    kinds: bytes
+    resync: bool
+    def __init__(self, kind: _Optional[_Union[DaemonMessage.Kind, str]] = ..., id: _Optional[int] = ..., reason: _Optional[str] = ..., status: _Optional[int] = ..., chunks: _Optional[int] = ..., done: _Optional[bytes] = ..., cancelled: bool = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., keys: _Optional[bytes] = ..., kinds: _Optional[bytes] = ..., resync: bool = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "package", "hash_algorithm", "golden_probe", "process")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+from kvstore.core.changes import Watch
 from kvstore.core.messages import Tick
 from tests.sim.actors import FakeEngine, draw_prompts
 from tests.sim.damage import flip, misplace
@@ -12,6 +13,7 @@ from tests.sim.errors import SimulationError
 from tests.sim.faults import NONE, draw
 from tests.sim.inside import check_inside
 from tests.sim.shapes import CONTEXTS, TENANTS, draw_engines, draw_limits
+from tests.sim.watchers import Watchers
 from tests.sim.world import BUGS, Setting, World, shrunk
 
 STEPS = 400
@@ -45,6 +47,7 @@ class Run:
         contexts = CONTEXTS[:2] if world.setting.roomy else CONTEXTS
         prompts = draw_prompts(world.rng, contexts)
         self.engines = [FakeEngine(world, shape, prompts) for shape in world.setting.shapes]
+        self.watchers = Watchers(world)
 
     def all(self, steps: int) -> None:
         """The whole run."""
@@ -53,6 +56,7 @@ class Run:
             self.world.run_for(self.world.rng.choice((0.0, 0.001, 0.004, 0.02)))
             self.luck()
             self.world.rng.choice(self.engines).act()
+            self.watchers.act()
             if self.world.rng.random() < 0.1:
                 check_inside(self.world.service, self.world.model.sessions.values())
         self.rest()
@@ -87,10 +91,11 @@ class Run:
         that nobody released end by themselves."""
         world = self.world
         world.hands.faults = NONE
-        world.run_until(lambda: not world.model.open)
+        world.run_until(lambda: all(type(m) is Watch for m in world.model.open.values()))
         world.run_until(world.service.idle)
         world.run_for(world.limits.lease_s + 1.0)
         self._must_hold_nothing("leases", "moves", "backlog", "pins")
+        self.watchers.check()
 
     def close(self) -> None:
         """Everybody leaves: nothing may be held any more."""

@@ -22,7 +22,7 @@ HAPPENS = (
     "erase ok", "refused Store", "refused Retrieve", "refused Register", "crashes", "evictions",
     "found at start", "leases that had to hold", "host_full", "parent_missing", "session_limit",
     "corrupt", "key_collision", "session_lost", "nvme_budget", "nvme_backlog", "scan_old_epoch",
-    "scan_orphan",
+    "scan_orphan", "Watch", "resync", "told present", "told absent",
 )  # fmt: skip
 """What must occur somewhere in the fixed seeds."""
 
