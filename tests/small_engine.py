@@ -16,6 +16,7 @@ from kvstore import (
     Namespace,
     Shard,
     TensorSpan,
+    Ticket,
     TransferOutcome,
     create_host_memory,
 )
@@ -35,10 +36,21 @@ def tokens(chunks: int, seed: int = 0) -> list[int]:
 
 
 class SmallEngine:
-    """One engine with one rank: ``chunks`` chunks of memory; chunk i lies in blocks [4i, 4i+4)."""
+    """One engine with one rank: ``chunks`` chunks of memory; chunk i lies in blocks [4i, 4i+4).
+
+    What takes ``first`` deals with a prompt that lies from that chunk of the memory on. A lookup
+    waits as long as a slow machine needs unless ``lookup_timeout_s`` is given.
+    """
 
     def __init__(
-        self, address: str, chunks: int, model: str = "org/small", alias: str = "", name: str = "e1"
+        self,
+        address: str,
+        chunks: int,
+        model: str = "org/small",
+        alias: str = "",
+        name: str = "e1",
+        *,
+        lookup_timeout_s: float = WAIT_S,
     ) -> None:
         self._blocks = chunks * BLOCKS_PER_CHUNK
         self._memory = create_host_memory(name, TENSORS * self._blocks * BLOCK_BYTES)
@@ -49,7 +61,7 @@ class SmallEngine:
             for i in range(TENSORS)
         )
         group = LayerGroup("full", TOKENS_PER_BLOCK, None, spans)
-        self.client = Client(address)
+        self.client = Client(address, lookup_timeout_s=lookup_timeout_s)
         self.worker = self.client.register(
             engine_id=name,
             namespace=Namespace(model=model, revision="r1", format="test/1", alias=alias),
@@ -75,31 +87,43 @@ class SmallEngine:
         """Chunk keys of a prompt."""
         return self.worker.keys(token_ids)
 
-    def fill(self, keys: ChunkKeys) -> None:
-        """Give chunk i the pattern of key i."""
+    def fill(self, keys: ChunkKeys, first: int = 0) -> None:
+        """Give each chunk the pattern of its key."""
         for chunk in range(len(keys)):
-            self._chunk(chunk)[:] = _pattern(keys, chunk)
+            self._chunk(first + chunk)[:] = _pattern(keys, chunk)
 
     def wipe(self) -> None:
         """Zero all of the memory."""
         self._array[:] = 0
 
-    def right_chunks(self, keys: ChunkKeys) -> int:
-        """How many leading chunks of the memory hold their keys' patterns."""
+    def right_chunks(self, keys: ChunkKeys, first: int = 0) -> int:
+        """How many leading chunks hold their keys' patterns."""
         for chunk in range(len(keys)):
-            if not np.array_equal(self._chunk(chunk), _pattern(keys, chunk)):
+            if not self.is_right(keys, chunk, first):
                 return chunk
         return len(keys)
 
-    def store(self, keys: ChunkKeys) -> TransferOutcome:
-        """Store the chunks that lie from block 0 on."""
-        outcome = self.worker.store("store", keys, {"full": self._ids(keys)}).wait(WAIT_S)
+    def is_right(self, keys: ChunkKeys, chunk: int, first: int = 0) -> bool:
+        """Whether one chunk holds its key's pattern."""
+        return np.array_equal(self._chunk(first + chunk), _pattern(keys, chunk))
+
+    def begin_store(self, keys: ChunkKeys, first: int = 0) -> Ticket:
+        """Ask for a store, whose request is named for its place."""
+        return self.worker.store(f"store-{first}", keys, {"full": self._ids(keys, first)})
+
+    def begin_retrieve(self, keys: ChunkKeys, first: int = 0) -> Ticket:
+        """Ask for a retrieve, whose request is named for its place."""
+        return self.worker.retrieve(f"retrieve-{first}", keys, {"full": self._ids(keys, first)})
+
+    def store(self, keys: ChunkKeys, first: int = 0) -> TransferOutcome:
+        """Store and wait."""
+        outcome = self.begin_store(keys, first).wait(WAIT_S)
         assert outcome is not None
         return outcome
 
-    def retrieve(self, keys: ChunkKeys) -> TransferOutcome:
-        """Retrieve chunks to block 0 and on."""
-        outcome = self.worker.retrieve("retrieve", keys, {"full": self._ids(keys)}).wait(WAIT_S)
+    def retrieve(self, keys: ChunkKeys, first: int = 0) -> TransferOutcome:
+        """Retrieve and wait."""
+        outcome = self.begin_retrieve(keys, first).wait(WAIT_S)
         assert outcome is not None
         return outcome
 
@@ -109,8 +133,9 @@ class SmallEngine:
         self.worker.release("lookup")
         return found.chunks
 
-    def _ids(self, keys: ChunkKeys) -> list[int]:
-        return list(range(len(keys) * BLOCKS_PER_CHUNK))
+    def _ids(self, keys: ChunkKeys, first: int) -> list[int]:
+        start = first * BLOCKS_PER_CHUNK
+        return list(range(start, start + len(keys) * BLOCKS_PER_CHUNK))
 
     def _chunk(self, chunk: int) -> np.ndarray:
         return self._pages[:, chunk * BLOCKS_PER_CHUNK : (chunk + 1) * BLOCKS_PER_CHUNK]
