@@ -8,6 +8,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # More arguments for the command behind a target: make run ARGS="--json", make test ARGS="-k nvme"
 ARGS ?=
+GATE ?=
 SECONDS ?= 60
 SEED ?= 1
 
@@ -47,8 +48,8 @@ check: $(VENV)/.dev ## ruff, mypy --strict, the rules of the code base, and gene
 	$(BIN)/python -m pytest -q tests/test_tidy.py
 	$(BIN)/python proto/generate.py --check
 
-bench: ## say what there is to measure (bench/README.md)
-	@cat bench/README.md
+bench: $(VENV)/.dev ## measure (bench/README.md); GATE=1 fails by bars that aren't met; ARGS="--only lookup"
+	@$(BIN)/python -m bench $(if $(GATE),--gate) $(ARGS)
 
 proto: $(VENV)/.dev ## generate the protobuf code again
 	$(BIN)/python proto/generate.py

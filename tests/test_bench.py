@@ -1,0 +1,75 @@
+"""Every benchmark runs at a small size: it works and compares equal work. Never a time: the bars are
+for a quiet machine (``make bench GATE=1``)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.__main__ import NOT_MET, QUESTIONS, verdict
+from bench.harness import Row, at_least, at_most, interleave
+from tests.conftest import ROOT
+
+
+def run_small(name: str, folder: Path) -> dict[str, Any]:
+    """``python -m bench --only NAME`` at a small size, as its JSON line."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "--size", "small", "--only", name, "--json",
+         "--folder", str(folder)],
+        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+@pytest.mark.parametrize("name", [question.name for question in QUESTIONS])
+def test_a_question_is_answered_at_a_small_size(name: str, tmp_path: Path) -> None:
+    """The benchmark itself checks that both sides moved the same bytes, and that they are right."""
+    document = run_small(name, tmp_path)
+    rows = document["rows"]
+    assert rows
+    assert all(row["question"] == name for row in rows)
+    assert all(value > 0 for row in rows for value in row["runs"])
+    assert any(row["bar"] for row in rows)
+    assert {"cores", "cpu", "memory_gib", "commit", "stolen", "disk"} <= set(document)
+    assert not list(tmp_path.iterdir()), "scratch files were left behind"
+
+
+def test_sides_take_turns() -> None:
+    """Each side once a round, and the one that was last goes first in the next."""
+    calls: list[tuple[str, int]] = []
+
+    def side(name: str, seconds: float):
+        def work(number: int) -> float:
+            calls.append((name, number))
+            return seconds
+
+        return work
+
+    taken = interleave({"a": side("a", 1.0), "b": side("b", 2.0)}, 2)
+    assert calls == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
+    assert taken == {"a": [1.0, 1.0], "b": [2.0, 2.0]}
+
+
+def test_a_gate_names_the_bars_that_are_not_met(capsys: pytest.CaptureFixture[str]) -> None:
+    """The median counts, in the direction of the bar; a row without one can't fail."""
+    met = [
+        Row("q", "low enough", "us", (9.0, 10.0, 99.0), at_most(10)),
+        Row("q", "high enough", "x", (0.1, 0.9, 0.9), at_least(0.9)),
+        Row("q", "no bar", "us", (1e9,)),
+    ]
+    assert verdict(met) == 0
+    assert capsys.readouterr().err == ""
+    missed = [
+        Row("q", "too high", "us", (9.0, 11.0, 12.0), at_most(10)),
+        Row("q", "too low", "x", (0.1, 0.8, 1.0), at_least(0.9)),
+    ]
+    assert verdict([*met, *missed]) == NOT_MET
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[2] for line in told] == ["too high", "too low"]
