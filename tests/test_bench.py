@@ -1,4 +1,4 @@
-"""Every benchmark runs at a small size: it works and compares equal work. Never a time: the bars are
+"""Every benchmark runs at a small size: it works and compares equal work. Never a time: bars are
 for a quiet machine (``make bench GATE=1``)."""
 
 from __future__ import annotations
