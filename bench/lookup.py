@@ -9,7 +9,7 @@ another process: the least that any round trip costs here.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -38,6 +38,8 @@ _SETTINGS = {
 }
 _PACE_S = 0.002
 LMCACHE_MS = 24.8
+
+Runs = Sequence[dict[str, list[float]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,7 @@ def _paced(bench: Bench, prompts: Prompts, echo: EchoClient) -> None:
     _tail(bench, name, runs, control.beside())
 
 
-def _tail(bench: Bench, name: str, runs: Sequence[dict[str, list[float]]], control: str) -> None:
+def _tail(bench: Bench, name: str, runs: Runs, control: str) -> None:
     ours = ", ".join(f"{p99(run['lookup']) * MICRO:.0f}" for run in runs)
     bench.row(
         f"{name}, p99 by the echo's", "x", [p99(r["lookup"]) / p99(r["echo"]) for r in runs],
@@ -214,12 +216,12 @@ def _from_tokens(bench: Bench, engine: BenchEngine) -> None:
     )  # fmt: skip
 
 
-def _us(seconds: object) -> list[float]:
-    return [value * MICRO for value in seconds]  # type: ignore[attr-defined]
+def _us(seconds: Iterable[float]) -> list[float]:
+    return [value * MICRO for value in seconds]
 
 
-def _echo(runs: Sequence[dict[str, list[float]]], which: object, name: str) -> str:
-    values = ", ".join(f"{which(run['echo']) * MICRO:.0f}" for run in runs)  # type: ignore[operator]
+def _echo(runs: Runs, which: Callable[[Sequence[float]], float], name: str) -> str:
+    values = ", ".join(f"{which(run['echo']) * MICRO:.0f}" for run in runs)
     return f"echo {name} {values} us"
 
 
