@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -85,6 +86,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
             self._scheduler.bind(kv_cache_manager)
+            wishes = self._vllm_config.kv_events_config
+            if wishes is not None and wishes.enable_kv_cache_events:
+                hash_tokens = kv_cache_manager.block_pool.hash_block_size
+                self._scheduler.publish(self._kv_cache_config, hash_tokens)
 
     def on_new_request(self, request: Request) -> None:
         """A request has come."""
@@ -230,9 +235,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The connector's metrics."""
         return KVStoreMetrics(*arguments)
 
-    def take_events(self) -> Iterable[Any]:
-        """None: vLLM's own events tell of its blocks, the daemon's will tell of its chunks."""
-        return ()
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What the daemon gained and lost, where vLLM publishes KV events."""
+        side = self._scheduler
+        nothing: list[KVCacheEvent] = []
+        return nothing if side is None else self._guarded("events", side.events, nothing)
 
     def shutdown(self) -> None:
         """vLLM ends."""

@@ -28,6 +28,7 @@ NAMES = {
     "dropped_chunks": "Chunks that the daemon didn't keep, of each rank",
     "stores_put_off": "Stores put off because stores in flight held too many blocks",
     "transfers_overdue": "Transfers past their deadline, which were asked to stop",
+    "kv_events": "KV events published of what the daemon gained and lost",
     "errors": "Unexpected errors inside the connector, each answered with a miss",
 }
 _PREFIX = "vllm:kvstore_"

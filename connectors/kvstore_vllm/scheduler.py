@@ -22,21 +22,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvstore import HitStatus, LayoutMismatchError, SchedulerSession
 from kvstore_vllm.adapters import AdapterDigests
 from kvstore_vllm.config import Settings
+from kvstore_vllm.events import KVEvents
 from kvstore_vllm.layout import GroupShape
 from kvstore_vllm.metrics import Counts
 from kvstore_vllm.orders import GroupIDs, Load, Orders, Report, Store
 from kvstore_vllm.requests import Tracked, prepare, track
 
+LISTEN_S = 0.25
+"""How long an idle vLLM steps on after a transfer, for the daemon to tell what came of it."""
 OFFER_S = 1.0
 """How long an offer stands without another lookup, for a request that waits for blocks and is asked
 about in every step; much less than a lease."""
@@ -77,10 +82,26 @@ class SchedulerSide:
         self._held_blocks = 0
         self._numbers = count(1)
         self._revision = ""
+        self._events: KVEvents | None = None
+        self._listen_until_s = 0.0
 
     def bind(self, cache: KVCacheManager) -> None:
         """vLLM's cache manager, which knows each request's blocks."""
         self._cache = cache
+
+    def publish(self, config: KVCacheConfig, hash_tokens: int) -> None:
+        """From now on tell of what the daemon gains and loses; vLLM hashes ``hash_tokens`` at a
+        time."""
+        self._events = KVEvents(config, self._groups, self._chunk, hash_tokens)
+
+    def events(self) -> list[KVCacheEvent]:
+        """vLLM's events of what the daemon gained and lost since the last call."""
+        if self._events is None:
+            return []
+        self._events.hear(self._session.changes())
+        found = self._events.take()
+        self.counts.add("kv_events", len(found))
+        return found
 
     def start(self, request: Request) -> None:
         """A request has come."""
@@ -108,6 +129,8 @@ class SchedulerSide:
         keys = tracked.keys()
         if keys is None or keys.tokens_per_chunk != self._chunk:
             return 0
+        if self._events is not None:  # so that what the load leads to is told
+            self._events.hear(self._session.changes())
         found = self._session.lookup(request.request_id, keys[:chunks])
         self.counts.add("lookups", 1)
         self.counts.add("lookup_seconds", time.monotonic() - now_s)
@@ -137,6 +160,8 @@ class SchedulerSide:
             first, last = tracked.offered_from // self._chunk, -(-end // self._chunk)
             ids = self._load_ids(blocks, (first, last), tracked.offered_from, end)
             self._wanted[name] = Load(name, tracked.offer[first:last], ids)
+            if self._events is not None:
+                self._events.know(request, tracked.offer[first:last])
         elif tracked is not None:
             self._release(tracked)
         return True
@@ -181,6 +206,8 @@ class SchedulerSide:
     def ended(self, output: KVConnectorOutput) -> None:
         """The workers' results of a step."""
         report = output.kv_connector_worker_meta
+        if self._events is not None and (report is not None or output.finished_recving):
+            self._listen_until_s = time.monotonic() + LISTEN_S
         if isinstance(report, Report):
             for number, ranks in report.ended.items():
                 self._let_go(number, ranks)
@@ -200,8 +227,9 @@ class SchedulerSide:
             self._release(tracked)
 
     def busy(self) -> bool:
-        """Whether stores are in flight, whose ends only further steps bring."""
-        return bool(self._held)
+        """Whether stores are in flight, whose ends only further steps bring; or events of what has
+        just ended, which vLLM publishes in its steps only."""
+        return bool(self._held) or time.monotonic() < self._listen_until_s
 
     def close(self) -> None:
         """End the thread that reads adapters; the session is the client's."""
@@ -262,6 +290,8 @@ class SchedulerSide:
         self._held_blocks += len(held)
         tracked.stored = last
         self.counts.add("stores", 1)
+        if self._events is not None:
+            self._events.know(request, keys[first:last])
         ids = tuple(
             tuple(None if block is None else block.block_id for block in group) for group in cut
         )

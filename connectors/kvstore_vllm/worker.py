@@ -185,10 +185,12 @@ class WorkerSide:
         return dict(zip(self._names, blocks, strict=True))
 
     def _wait_a_moment(self) -> None:
-        """Wait for the oldest load, or else store; asks for nothing."""
+        """Wait for the oldest load, or else store, or for what only the scheduler's side hears."""
         waiting = next(iter(self._loads.values()), None) or next(iter(self._stores.values()), None)
         if waiting is not None:
             waiting.ticket.wait(IDLE_WAIT_S)
+        else:
+            time.sleep(IDLE_WAIT_S)
 
     def _is_over(self, transfer: _Open, now_s: float) -> bool:
         """Whether the blocks have come back; past the deadline it is asked to stop, once."""

@@ -63,6 +63,8 @@ from kvstore.core.writing import Writing
 
 _TICK_S = 0.25
 _SWEEP_TICK_S = 0.002
+_WATCH_TICK_S = 0.02
+"""For so long what watchers are told comes together."""
 _EXPIRE_MAX = 1000
 
 
@@ -137,8 +139,9 @@ class Service:
         """How long until a Tick is useful."""
         if self._state.batches:
             return 0.0
-        sweeping = any(tree.sweeping() for tree in self._state.directory.trees())
-        return _SWEEP_TICK_S if sweeping else _TICK_S
+        if any(tree.sweeping() for tree in self._state.directory.trees()):
+            return _SWEEP_TICK_S
+        return _WATCH_TICK_S if self._watching.due() else _TICK_S
 
     def stats(self, now: float) -> CoreStats:
         """A snapshot; takes time in proportion to slabs and namespaces, not chunks."""

@@ -86,6 +86,10 @@ class Watching:
             if len(watcher.pending) > PENDING_MAX:
                 self._void(watcher)
 
+    def due(self) -> bool:
+        """Whether somebody who waits for it has something to be told."""
+        return any(w.asked and (w.pending or w.void) for w in self._watchers.values())
+
     def tick(self) -> None:
         """Answer those for whom something has come together."""
         for watcher in self._watchers.values():

@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class EngineProcess:
-    """A running tests/vllm/engine.py; every call waits for its answer."""
+    """A running tests/vllm/engine.py, or ``module``; every call waits for its answer."""
 
     def __init__(self, arguments: dict[str, Any], log: Path) -> None:
         self.log = log
@@ -60,9 +60,10 @@ class EngineProcess:
             "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'connectors'}",
             "VLLM_CPU_KVCACHE_SPACE": str(arguments.pop("space_gib", 1)),
         }
+        module = arguments.pop("module", "engine")
         self._stream = open(log, "ab")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [PYTHON, "-m", "tests.vllm.engine", json.dumps(arguments)],
+            [PYTHON, "-m", f"tests.vllm.{module}", json.dumps(arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stream, env=environment,
             cwd=ROOT,
         )  # fmt: skip

@@ -205,11 +205,11 @@ class Engine:
         return name
 
 
-def main() -> None:
+def serve(kind: type[Engine]) -> None:
     """Run the child."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    engine = Engine(json.loads(sys.argv[1]))
+    engine = kind(json.loads(sys.argv[1]))
     print(json.dumps({"ready": True}), file=out, flush=True)
     for text in sys.stdin:
         line = json.loads(text)
@@ -218,4 +218,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Engine)
