@@ -12,11 +12,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import copies, loaded, lookup, nvme
+from bench import cold, copies, directory, loaded, lookup, nvme
 from bench.facts import Watch, describe, facts
 from bench.harness import Bench, Question, Row, Size, heading
 
-QUESTIONS: tuple[Question, ...] = (lookup.QUESTION, loaded.QUESTION, copies.QUESTION, nvme.QUESTION)
+QUESTIONS: tuple[Question, ...] = (
+    lookup.QUESTION,
+    loaded.QUESTION,
+    copies.QUESTION,
+    nvme.QUESTION,
+    directory.QUESTION,
+    cold.QUESTION,
+)
 NOT_MET = 1
 
 

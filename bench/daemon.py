@@ -66,10 +66,21 @@ class BenchDaemon:
         found: dict[str, Any] = self._admin.stats()
         return found
 
+    def tier(self, name: str) -> dict[str, Any]:
+        """What they say of one tier."""
+        tiers: dict[str, dict[str, Any]] = {tier["name"]: tier for tier in self.stats()["tiers"]}
+        return tiers[name]
+
     def io(self, what: str) -> int:
         """A counter of the NVMe tier: ``read_bytes``, ``write_bytes``, ``errors``."""
-        tiers = {tier["name"]: tier for tier in self.stats()["tiers"]}
-        return int(tiers["nvme"]["io"][what])
+        return int(self.tier("nvme")["io"][what])
+
+    def restart(self) -> None:
+        """Stop it in order and start it again, on the same folders."""
+        self._admin.__exit__(None, None, None)
+        self.running.stop()
+        self.running.start()
+        self._admin.__enter__()
 
     def drain(self) -> None:
         """Wait until nothing moves and nothing waits for its write."""

@@ -247,8 +247,8 @@ def _both(runs: list[dict[str, list[float]]], prompts: Prompts, call: str, threa
         ", ".join(f"{nbytes / p50(run[side]) / 1e9:.2f}" for run in runs)
         for side in ("ours", "plain")
     )
-    tiers = {tier["name"]: tier for tier in prompts.daemon.stats()["tiers"]}
-    return f"ours {ours} GB/s, {call} in {threads} threads {plain} GB/s; {tiers['nvme']['mode']}"
+    mode = prompts.daemon.tier("nvme")["mode"]
+    return f"ours {ours} GB/s, {call} in {threads} threads {plain} GB/s; {mode}"
 
 
 QUESTION = Question("nvme", "how near does the NVMe tier come to plain direct I/O?", measure)
