@@ -90,8 +90,7 @@ class Link:
         self._joining = pb.ClientMessage()
         self._revision = ""
         self._revision_id = 0
-        self._overdue_id = 0
-        self._overdue_s = 0.0
+        self._overdue_id, self._overdue_s = 0, 0.0
 
     def live(self) -> bool:
         """Whether the daemon takes requests of this session."""
@@ -128,6 +127,8 @@ class Link:
                 del self._answers[message.id]
                 self._overdue_id, self._overdue_s = message.id, started_s
                 self._counts.lookups_overdue += 1
+                with suppress(CapacityError):  # when it is answered, nobody wants the lease
+                    self._send(pb.ClientMessage(kind=pb.ClientMessage.RELEASE, request=request))
             elif found is not None and found.status == HitStatus.PENDING:
                 self.pending.add(message.id)
             return found
@@ -249,8 +250,7 @@ class Link:
         """Whether work may be sent now; takes in what has come where that may change it."""
         if self.phase is Phase.LIVE and not self.namespace:
             self.channel.drain()
-        full = self.channel.full()
-        return not full and bool(self.namespace) and self.live()
+        return not self.channel.full() and bool(self.namespace) and self.live()
 
     def _why_not(self) -> str:
         if not self.live():

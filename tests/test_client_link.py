@@ -19,6 +19,7 @@ from kvstore.core.messages import (
     Lookup,
     LookupReply,
     Refused,
+    Release,
     Reply,
     SessionID,
     SetRevision,
@@ -83,7 +84,8 @@ def test_a_late_answer_is_a_miss_and_belongs_to_nobody(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The daemon answers after the deadline: the lookup is a miss; while the answer is owed nothing
-    more is asked; the late answer is thrown away by its number and asking goes on."""
+    more is asked but that its lease end; the late answer is thrown away by its number and asking
+    goes on."""
     monkeypatch.setattr("kvstore.client_link.OVERDUE_RETRY_S", float("inf"))
     rig.core.answers[Lookup] = lambda event: []
     with Engine(rig.path, lookup_timeout_s=SHORT_S) as engine:
@@ -93,6 +95,8 @@ def test_a_late_answer_is_a_miss_and_belongs_to_nobody(
         counts = session.state().counts
         assert (counts.lookups_overdue, counts.lookups_skipped) == (1, 19)
         (asked,) = rig.core.requests(Lookup)
+        eventually(lambda: rig.core.requests(Release) != [])
+        assert [r.message for r in rig.core.requests(Release)] == [Release("r")]
         del rig.core.answers[Lookup]
         rig.emit(Reply(asked.session, asked.id, LookupReply(Status.HIT, 1)))
         eventually(lambda: session.lookup("r", keys_of(2)).chunks == 2)
