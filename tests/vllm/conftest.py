@@ -1,7 +1,11 @@
 """Real vLLM engines beside a real daemon. Skipped where there is no environment with vLLM.
 
 ``make test-vllm`` builds that environment (kvstore_vllm.environment) and names its Python in
-VLLM_TEST_PYTHON; the ordinary suite neither needs it nor waits for it.
+VLLM_TEST_PYTHON; the ordinary suite neither needs it nor waits for it. Tests with the marker
+``full`` start ``vllm serve`` or several ranks: .ci/run leaves them out.
+
+Deadlines are for a machine several times slower than the one that they were written on: nothing is
+waited for longer than it takes, and no assertion is about time.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +31,13 @@ from tests.conftest import ROOT, SETTINGS, RunningDaemon, private_environment
 PYTHON = os.environ.get("VLLM_TEST_PYTHON", "")
 MODEL = Path(os.environ.get("VLLM_TEST_MODEL", "") or small_model_folder())
 ANSWER_S = 600.0
+LOOKUP_S = 2.0
+"""Eight times the connector's own default: a test's hit must not be a miss because a slow machine
+answered late."""
+LEASE_S = 3600.0
+"""Leases that aren't released stay for longer than any test waits for them to go."""
 BIG = {
+    "KVSTORE_LEASE_S": str(LEASE_S),
     "KVSTORE_HOST_SIZE": "512MiB",
     "KVSTORE_NVME_SIZE": "1GiB",
     "KVSTORE_NVME_SLAB_SIZE": "64MiB",
@@ -39,12 +50,14 @@ WITHOUT_VLLM = ("test_settings.py",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs vLLM, and say what is missing."""
+    """Skip what needs vLLM where no environment is named; one that is named must be whole."""
     reason = ""
-    if not PYTHON or not Path(PYTHON).exists():
+    if not PYTHON:
         reason = "no environment with vLLM (VLLM_TEST_PYTHON): make test-vllm builds one"
+    elif not Path(PYTHON).exists():
+        raise pytest.UsageError(f"VLLM_TEST_PYTHON={PYTHON}: there is no such file")
     elif not (MODEL / "config.json").exists():
-        reason = f"no model at {MODEL}: python -m kvstore_transformers.fetch gets it"
+        raise pytest.UsageError(f"no model at {MODEL}: python -m kvstore_transformers.fetch")
     here = Path(__file__).parent
     for item in items:
         if reason and here in item.path.parents and item.path.name not in WITHOUT_VLLM:
@@ -52,10 +65,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class EngineProcess:
-    """A running tests/vllm/engine.py, or ``module``; every call waits for its answer."""
+    """A running tests/vllm/engine.py, or ``module``; every call waits for its answer. ``broken``:
+    one that never came may come instead of the next."""
 
     def __init__(self, arguments: dict[str, Any], log: Path) -> None:
         self.log = log
+        self.broken = False
         environment = os.environ | {
             "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'connectors'}",
             "VLLM_CPU_KVCACHE_SPACE": str(arguments.pop("space_gib", 1)),
@@ -75,6 +90,7 @@ class EngineProcess:
     def call(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Do one operation."""
         assert self.process.stdin is not None
+        assert not self.broken, "the engine still owes an answer"
         line = json.dumps({"op": operation, **arguments}) + "\n"
         self.process.stdin.write(line.encode())
         self.process.stdin.flush()
@@ -106,6 +122,7 @@ class EngineProcess:
 
     def _read(self) -> dict[str, Any]:
         assert self.process.stdout is not None
+        self.broken = True
         until_s = time.monotonic() + ANSWER_S
         while time.monotonic() < until_s:
             readable, _, _ = select.select([self.process.stdout], [], [], 1.0)
@@ -113,6 +130,7 @@ class EngineProcess:
                 line = self.process.stdout.readline()
                 assert line, "the engine ended:\n" + self.log.read_text(errors="replace")[-8000:]
                 answer: dict[str, Any] = json.loads(line)
+                self.broken = False
                 return answer
             assert self.process.poll() is None, self.log.read_text(errors="replace")[-8000:]
         raise AssertionError(f"no answer in {ANSWER_S} s:\n{self.log.read_text()[-8000:]}")
@@ -124,20 +142,37 @@ StartEngine = Callable[..., EngineProcess]
 class Rig:
     """One daemon and one engine that a whole session of tests shares, as each takes long to start.
 
-    ``fresh`` makes both as good as new: the daemon runs, the engine is registered, and neither
-    vLLM's blocks nor its prefix cache hold anything. Tests use prompts of their own. ``errors`` is
-    how many errors inside the connector tests have provoked.
+    ``begin`` makes both as good as new, whatever a failed test did to them, ``fresh`` does so in
+    the middle of a test: the daemon runs, the engine is registered, and neither vLLM's blocks nor
+    its prefix cache hold anything. Tests use prompts of their own. ``errors`` is how many errors
+    inside the connector were provoked. ``engine`` are vLLM's arguments, ``extra`` the connector's.
     """
 
-    def __init__(self, folder: Path) -> None:
-        environment = private_environment(folder, SETTINGS | BIG)
-        self.daemon = RunningDaemon(folder, environment, ())
+    def __init__(
+        self,
+        folder: Path,
+        engine: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.arguments = engine or {}
+        self.extra = extra or {}
+        self.daemon = RunningDaemon(folder, private_environment(folder, SETTINGS | BIG), ())
         self.daemon.start()
-        extra = {"socket": self.daemon.socket, "load_timeout_s": 3.0, "store_timeout_s": 3.0}
-        arguments = {"model": str(MODEL), "engine": {}, "extra": extra}
-        self.engine = EngineProcess(arguments, folder / "engine.log")
-        self.engine.wait()
+        self.engine = self._started()
         self.errors = 0
+
+    def begin(self) -> None:
+        """A new test."""
+        self.signal(signal.SIGCONT)
+        try:
+            self.engine.call("sabotage")
+            self.fresh()
+        except (AssertionError, OSError):
+            self.engine.close()
+            self.engine = self._started()
+            self.fresh()
+        self.errors = self.engine.call("status")["errors"]
 
     def fresh(self) -> None:
         """Start over."""
@@ -162,45 +197,75 @@ class Rig:
         self.fresh()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send the daemon a signal."""
-        assert self.daemon.process is not None
-        self.daemon.process.send_signal(number)
+        """Send the daemon a signal, if it runs."""
+        process = self.daemon.process
+        if process is not None and process.poll() is None:
+            process.send_signal(number)
 
     def nothing_is_left(self) -> dict[str, Any]:
-        """No block, request, transfer or lease; no error was swallowed. Gives the status."""
+        """No block, request, transfer, lease or pin; no error was swallowed. Gives the status."""
         assert self.engine.call("settle")["settled"], self.engine.call("status")
         status = self.engine.call("status")
         names = ("blocks_used", "requests", "tracked", "held", "held_blocks", "wanted", "loads",
                  "stores")  # fmt: skip
         assert {name: status[name] for name in names} == dict.fromkeys(names, 0)
         assert status["errors"] == self.errors
-        traffic = self.daemon.wait_for_stats(lambda s: not s["traffic"]["leases"])["traffic"]
-        assert traffic["sessions"] == 2, traffic
+        nothing_is_pinned(self.daemon)
         return status
 
     def close(self) -> None:
         """End both."""
         self.engine.close()
-        process = self.daemon.process
-        if process is not None and process.poll() is None:
-            process.send_signal(signal.SIGCONT)
-            self.daemon.kill()
+        self.daemon.kill()
+
+    def _started(self) -> EngineProcess:
+        """An engine that runs; deadlines of its transfers end well within STOP_S."""
+        extra = {"socket": self.daemon.socket, "lookup_timeout_s": LOOKUP_S,
+                 "load_timeout_s": 8.0, "store_timeout_s": 8.0} | self.extra  # fmt: skip
+        arguments = {"model": str(MODEL), "engine": self.arguments, "extra": extra}
+        engine = EngineProcess(arguments, self.folder / "engine.log")
+        engine.wait()
+        return engine
+
+
+def nothing_is_pinned(daemon: RunningDaemon, sessions: int = 2) -> None:
+    """Wait until the daemon holds nothing for an engine any more but its sessions. LEASE_S is so
+    long that a lease which nobody released is still there."""
+
+    def idle(stats: dict[str, Any]) -> bool:
+        traffic = stats["traffic"]
+        left = [traffic[name] for name in ("leases", "moves_in_flight", "moves_queued")]
+        left += [tier["pinned"] for tier in stats["tiers"]]
+        return not any(left) and traffic["sessions"] == sessions
+
+    daemon.wait_for_stats(idle)
+
+
+@contextmanager
+def running_rig(
+    engine: dict[str, Any] | None = None, extra: dict[str, Any] | None = None
+) -> Iterator[Rig]:
+    """A rig on a folder of its own."""
+    folder = Path(tempfile.mkdtemp(prefix="kvt-"))
+    rig = Rig(folder, engine, extra)
+    try:
+        yield rig
+    finally:
+        rig.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
 def shared_rig() -> Iterator[Rig]:
     """The session's rig, as the last test left it."""
-    folder = Path(tempfile.mkdtemp(prefix="kvt-"))
-    rig = Rig(folder)
-    yield rig
-    rig.close()
-    shutil.rmtree(folder, ignore_errors=True)
+    with running_rig() as rig:
+        yield rig
 
 
 @pytest.fixture
 def rig(shared_rig: Rig) -> Rig:
     """The session's rig, as good as new."""
-    shared_rig.fresh()
+    shared_rig.begin()
     return shared_rig
 
 
@@ -210,6 +275,8 @@ def start_engine(private_folder: Path) -> Iterator[StartEngine]:
     started: list[EngineProcess] = []
 
     def start(extra: dict[str, Any] | None, **arguments: Any) -> EngineProcess:
+        if extra is not None:
+            extra = {"lookup_timeout_s": LOOKUP_S} | extra
         arguments = {"model": str(MODEL), "engine": {}} | arguments | {"extra": extra}
         engine = EngineProcess(arguments, private_folder / f"engine{len(started)}.log")
         started.append(engine)

@@ -7,7 +7,7 @@ operation, each answered by one line; everything that is printed goes to standar
 
 - ``run``: requests [{prompt (text or tokens), max_tokens, salt, params, adapter, abort_at}] ->
   texts, tokens, cached, preemptions; all at once, steps until all have ended; ``abort_at`` counts
-  steps; ``signals`` [{at, pid, number}] are sent before a step
+  steps; ``signals`` are those of tests/vllm/signals.py
 - ``settle``: steps until nothing is in flight -> steps
 - ``reset``: drop vLLM's own prefix cache -> done
 - ``status``: what the connector and vLLM hold
@@ -21,11 +21,14 @@ import sys
 import time
 from typing import Any
 
+from tests.vllm.signals import Signals
+
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1",
     VLLM_NO_USAGE_STATS="1", OMP_WAIT_POLICY="passive", OMP_NUM_THREADS="2",
 )  # fmt: skip
-STEPS_MAX = 200_000
+RUN_S = 400.0
+"""No run takes so long: a request hangs."""
 
 
 class Engine:
@@ -57,13 +60,14 @@ class Engine:
         ended: dict[str, Any] = {}
         aborts = {n: r["abort_at"] for n, r in zip(names, line["requests"], strict=True)
                   if "abort_at" in r}  # fmt: skip
-        preemptions = 0
+        preemptions = used = step = 0
         started_s = time.monotonic()
         first_s: dict[str, float] = {}
-        for step in range(STEPS_MAX):
-            for signal in line.get("signals", ()):
-                if signal["at"] == step:
-                    os.kill(signal["pid"], signal["number"])
+        signals = Signals(line.get("signals", ()), self._worker_session())
+        while len(ended) < len(names):
+            passed_s = time.monotonic() - started_s
+            assert passed_s < RUN_S, f"{len(names) - len(ended)} requests hang"
+            signals.send(step, passed_s, [name in ended for name in names])
             for name in [n for n, at in aborts.items() if at == step and n not in ended]:
                 self.engine.abort_request([name])
                 ended[name] = {"text": None, "tokens": [], "cached": None}
@@ -80,15 +84,17 @@ class Engine:
                     }
             running = self.scheduler.requests.values()
             preemptions = max(preemptions, sum(r.num_preemptions for r in running))
-        else:
-            raise AssertionError(f"{len(names) - len(ended)} requests hang")
+            used = max(used, self._blocks_used())
+            step += 1
+        signals.close()
         found = [ended[name] | {"first_s": first_s.get(name)} for name in names]
         seconds = time.monotonic() - started_s
-        return {"results": found, "preemptions": preemptions, "steps": step, "seconds": seconds}
+        return {"results": found, "preemptions": preemptions, "steps": step, "seconds": seconds,
+                "unsent": len(signals.waiting), "blocks_used_max": used}  # fmt: skip
 
     def settle(self, line: dict[str, Any]) -> dict[str, Any]:
         """Step until nothing is left to do."""
-        until_s = time.monotonic() + line.get("timeout_s", 60.0)
+        until_s = time.monotonic() + line.get("timeout_s", 180.0)
         steps = 0
         while self.scheduler.has_requests() and time.monotonic() < until_s:
             self.engine.step()
@@ -114,7 +120,7 @@ class Engine:
         name, number, path = line["adapter"]
         adapters = self.scheduler.connector._scheduler._adapters
         adapters.digest(number, name, path)
-        adapters._entries[number, name, path].digest.result(60)
+        adapters._entries[number, name, path].digest.result(180)
         return {}
 
     def reset(self, line: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +161,7 @@ class Engine:
         worker = get_kv_transfer_group()._worker
         session = worker._session
         return {
-            "blocks_used": pool.num_gpu_blocks - pool.get_num_free_blocks() - 1,
+            "blocks_used": self._blocks_used(),
             "blocks": pool.num_gpu_blocks,
             "requests": len(self.scheduler.requests),
             "tracked": len(side._requests),
@@ -172,13 +178,22 @@ class Engine:
 
     def wait_ready(self, line: dict[str, Any]) -> dict[str, Any]:
         """Wait until the daemon knows the engine, on both sides."""
+        sessions = [self.scheduler.connector._scheduler._session]
+        if (worker := self._worker_session()) is not None:  # ranks may be processes of their own
+            sessions.append(worker)
+        timeout_s = line.get("timeout_s", 90.0)
+        return {"ready": all(session.wait_ready(timeout_s) for session in sessions)}
+
+    def _blocks_used(self) -> int:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - pool.get_num_free_blocks() - 1)
+
+    def _worker_session(self) -> Any:
+        """The connector's, where there is one in this process."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-        sessions = [self.scheduler.connector._scheduler._session]
-        if has_kv_transfer_group():  # its ranks may be processes of their own
-            sessions.append(get_kv_transfer_group()._worker._session)
-        timeout_s = line.get("timeout_s", 20.0)
-        return {"ready": all(session.wait_ready(timeout_s) for session in sessions)}
+        worker = get_kv_transfer_group()._worker if has_kv_transfer_group() else None
+        return None if worker is None else worker._session
 
     def _add(self, request: dict[str, Any]) -> str:
         from vllm import SamplingParams

@@ -6,8 +6,12 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.conftest import ROOT
 from tests.vllm.conftest import PYTHON
+
+pytestmark = pytest.mark.full
 
 
 def test_time_to_first_token_is_measured_at_a_small_size() -> None:

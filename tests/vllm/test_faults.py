@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-import threading
+import time
+from typing import Any
 
 import pytest
 
@@ -57,39 +58,75 @@ def test_two_requests_that_share_a_damaged_chunk_are_both_computed(rig: Rig) -> 
     rig.nothing_is_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("when", ["load", "store", "idle"])
-def test_daemon_that_goes_away(rig: Rig, when: str, number: signal.Signals) -> None:
-    """The daemon is killed, or stopped for a while, in the step after which a load or a store is
-    asked for, or while nothing is under way. No request fails or hangs, the others go on meanwhile,
-    all texts are right, and the engine finds the daemon again. Field cases 39, 52, 53."""
-    text = prompt(f"gone {when} {number}", 30)
-    others = [prompt(f"other {when} {number} {i}", 6) for i in range(3)]
+def test_killed_daemon_is_a_miss_until_it_is_back(rig: Rig, when: str) -> None:
+    """kill -9 as soon as a load or a store has been asked for, or while nothing is under way. No
+    request fails or hangs, all texts are right, and the next daemon is found by itself. Field case
+    53."""
+    text, others, cold = _prepared(rig, f"killed {when}", stored=when == "load")
+    signals = _when_asked(rig, when, signal.SIGKILL)
+    if when == "idle":
+        rig.daemon.kill()
+    found = rig.engine.run(*({"prompt": t} for t in (text, *others)), signals=signals)
+    assert [r["tokens"] for r in found] == cold
+    assert {r["reason"] for r in found} == {"length"}
+    _serves_as_ever(rig, text, cold[0])
+
+
+@pytest.mark.parametrize("when", ["load", "store", "idle"])
+def test_stopped_daemon_keeps_only_the_request_that_loads_waiting(rig: Rig, when: str) -> None:
+    """SIGSTOP for 20 s as soon as a load or a store has been asked for, or while nothing is under
+    way; the deadline of transfers passes meanwhile. All other requests are served before the
+    daemon goes on, again and again, over the blocks that are free: the stopped daemon has the
+    others, and when it goes on it writes into none of theirs. All texts are right. Field cases 39
+    and 52."""
+    text, others, cold = _prepared(rig, f"stopped {when}", stored=when == "load")
+    pid = rig.daemon.pid
+    more = [{"prompt": t} for t in others]
+    signals = _when_asked(rig, when, signal.SIGSTOP)
+    if when == "idle":
+        rig.signal(signal.SIGSTOP)
+    if when == "load":
+        served = list(range(1, 1 + len(others)))
+        go_on = {"pid": pid, "number": int(signal.SIGCONT), "after": served, "seconds": STOP_S}
+        signals.append(go_on)
+    started_s = time.monotonic()
+    found = rig.engine.run({"prompt": text}, *more, signals=signals)
+    assert [r["tokens"] for r in found] == cold
+    assert {r["reason"] for r in found} == {"length"}
+    while when == "store" and time.monotonic() < started_s + STOP_S:
+        assert rig.engine.call("status")["held_blocks"] > 0
+        assert [r["tokens"] for r in rig.engine.run(*more)] == cold[1:]
+    rig.signal(signal.SIGCONT)
+    assert [r["tokens"] for r in rig.engine.run(*more)] == cold[1:]
+    _serves_as_ever(rig, text, cold[0])
+
+
+def _when_asked(rig: Rig, when: str, number: signal.Signals) -> list[dict[str, Any]]:
+    call = {"load": "retrieve", "store": "store"}.get(when)
+    sent = {"behind": call, "pid": rig.daemon.pid, "number": int(number), "stops": True}
+    return [sent] if call else []
+
+
+def _prepared(rig: Rig, tag: str, stored: bool) -> tuple[str, list[str], list[list[int]]]:
+    """A prompt of some chunks, which is on NVMe only if it is to be ``stored``, three short ones,
+    and the tokens that follow each."""
+    text, others = prompt(tag, 30), [prompt(f"beside {tag} {i}", 6) for i in range(3)]
     cold = rig.engine.run(*({"prompt": t, "salt": "s"} for t in (text, *others)))
     rig.engine.fresh()
-    if when == "load":
+    if stored:
         rig.engine.run({"prompt": text})
         rig.from_nvme()
-    pid = rig.daemon.pid
-    requests = [{"prompt": t} for t in (text, *others)]
-    signals = [{"at": 1, "pid": pid, "number": int(number)}]
-    if when == "idle":
-        rig.signal(number)
-        signals = []
-    timer = threading.Timer(STOP_S, rig.signal, (signal.SIGCONT,))
-    if number == signal.SIGSTOP:
-        timer.start()
-    found = rig.engine.run(*requests, signals=signals)
-    assert [r["tokens"] for r in found] == [r["tokens"] for r in cold]
-    assert {r["reason"] for r in found} == {"length"}
-    if number == signal.SIGSTOP:
-        firsts = [r["first_s"] for r in found[1:]]
-        assert max(firsts) < STOP_S - 1, firsts
-        timer.join()
+    return text, others, [r["tokens"] for r in cold]
+
+
+def _serves_as_ever(rig: Rig, text: str, tokens: list[int]) -> None:
+    """The daemon is there or comes back: the prompt gives its text, is stored, and hit."""
     rig.fresh()
-    assert rig.engine.run({"prompt": text})[0]["tokens"] == cold[0]["tokens"]
+    assert rig.engine.run({"prompt": text})[0]["tokens"] == tokens
     rig.engine.fresh()
-    assert rig.engine.run({"prompt": text})[0]["cached"] == whole(rig.engine, text)
+    again = rig.engine.run({"prompt": text})[0]
+    assert (again["tokens"], again["cached"]) == (tokens, whole(rig.engine, text))
     rig.nothing_is_left()
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import StartDaemon
 from tests.vllm.conftest import BIG, CHUNK, StartEngine, prompt, whole
 from tests.vllm.slots import lose
 from tests.vllm.test_kinds import tiny
+
+pytestmark = pytest.mark.full
 
 
 def test_two_ranks_hit_together_and_one_missing_part_is_a_miss_for_both(

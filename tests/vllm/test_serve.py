@@ -15,6 +15,8 @@ from tests.conftest import RunningDaemon, StartDaemon
 from tests.vllm.conftest import BIG, prompt
 from tests.vllm.server import Server
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def daemon_and_server(
