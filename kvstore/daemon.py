@@ -255,14 +255,13 @@ class Daemon:
                 except KVStoreError:
                     return
 
-    def _moved(self, moved: Moved) -> None:
-        """In the mover's threads: a Move has ended."""
-        self.hands.ended(moved)
-        self._post(moved)
+    def _moved(self, moved: Sequence[Moved]) -> None:
+        """In the mover's threads: Moves have ended."""
+        self._post(*moved)
 
-    def _post(self, event: Event) -> None:
+    def _post(self, *events: Event) -> None:
         assert self.server is not None, "open"
-        self.server.post(event)
+        self.server.post(*events)
 
     def _persist(self, effect: Persist) -> None:
         """In the server's thread for it: make the namespaces durable, where there is a disk."""

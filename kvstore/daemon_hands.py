@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +10,7 @@ from numpy.typing import NDArray
 from kvstore.core.errors import InvariantError, KVStoreError, LayoutMismatchError
 from kvstore.core.layout import Layout
 from kvstore.core.limits import Limits
-from kvstore.core.messages import Move, Moved, MoveID, MoveKind, MoveStatus, SessionID
+from kvstore.core.messages import Move, MoveKind, SessionID
 from kvstore.device.base import Blocks
 from kvstore.device.pages import HostPages
 from kvstore.device.shm import HostMapping, map_memory
@@ -54,15 +52,10 @@ class HostTraffic:
 
 
 class Hands:
-    """The mover, as the engine link sees it: sessions bring MappedPages, and what passes through
-    the host arena is counted on the way."""
+    """The mover, as the engine link sees it: sessions bring MappedPages."""
 
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
-        self._flying: dict[MoveID, Move] = {}
-        self._lock = threading.Lock()
-        self._moves: Counter[MoveKind] = Counter()
-        self._bytes: Counter[MoveKind] = Counter()
 
     def attach(self, session: SessionID, pages: EnginePages) -> None:
         """Moves of this session use these pages from now on."""
@@ -76,26 +69,18 @@ class Hands:
 
     def submit(self, move: Move) -> None:
         """Do this Move, then report Moved."""
-        self._flying[move.id] = move
         self._mover.submit(move)
 
-    def ended(self, moved: Moved) -> None:
-        """A Move has ended; called in the mover's threads."""
-        move = self._flying.pop(moved.move)
-        if moved.status is MoveStatus.OK:
-            with self._lock:
-                self._moves[move.kind] += 1
-                self._bytes[move.kind] += move.header.payload_bytes
-
     def traffic(self) -> HostTraffic:
-        """A snapshot."""
-        with self._lock:
-            moves, nbytes = self._moves.copy(), self._bytes.copy()
+        """What passed through the host arena; a snapshot."""
+        kinds = {k: v for lane in self._mover.stats().lanes for k, v in lane.kinds.items()}
+        reads = [kinds[kind] for kind in _HOST_READS]
+        writes = [kinds[kind] for kind in _HOST_WRITES]
         return HostTraffic(
-            reads=sum(moves[kind] for kind in _HOST_READS),
-            read_bytes=sum(nbytes[kind] for kind in _HOST_READS),
-            writes=sum(moves[kind] for kind in _HOST_WRITES),
-            write_bytes=sum(nbytes[kind] for kind in _HOST_WRITES),
+            reads=sum(kind.moves for kind in reads),
+            read_bytes=sum(kind.nbytes for kind in reads),
+            writes=sum(kind.moves for kind in writes),
+            write_bytes=sum(kind.nbytes for kind in writes),
         )
 
 

@@ -1,8 +1,8 @@
 """Mover: carries out Moves. The one place where engine memory, host arena and lower tiers meet.
 
-Each kind of Move has a lane: a queue served by a few threads in the order of arrival. How deep a
-lane gets and what goes first is the core's decision; the mover refuses nothing and reorders
-nothing. A Move holds what it names and waits for nothing else, so lanes can't block one another.
+Each kind of Move has a lane: a queue served by a few threads (mover_lanes.py). How deep a lane gets
+is the core's decision; the mover refuses nothing. A Move holds what it names and waits for nothing
+else, so lanes can't block one another.
 
 Every Move that is submitted is reported exactly once, after the last access to its memory. Errors
 that are expected become a MoveStatus here; anything else is a bug in the code below, which must
@@ -11,15 +11,10 @@ not cost the Move: it is reported as FAILED, logged with its trace, and marks th
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-import queue
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from kvstore.core.errors import (
     CapacityError,
@@ -39,32 +34,17 @@ from kvstore.core.messages import (
     TierName,
 )
 from kvstore.device.base import Pages
+from kvstore.mover_lanes import LANES, Lane, LaneName, LaneStats
 from kvstore.tiers.base import ChunkForeignError, Tier
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.priority import lower_priority
-from kvstore.tiers.threads import start_thread
 
 _log = logging.getLogger(__name__)
 
 Hook = Callable[[str, Move], None]
 """A sequence point of tests: called with "begin" or "before report" and the Move."""
-
-
-class Lane(Enum):
-    """Threads that share a queue."""
-
-    COPY = "copy"
-    READ = "read"
-    WRITE = "write"
-
-
-_LANES = {
-    MoveKind.STORE: Lane.COPY,
-    MoveKind.LOAD: Lane.COPY,
-    MoveKind.READ: Lane.READ,
-    MoveKind.WRITE: Lane.WRITE,
-    MoveKind.ERASE: Lane.WRITE,
-}
+Report = Callable[[Sequence[Moved]], None]
+"""Told, in the mover's threads, of Moves that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +55,6 @@ class MoverThreads:
     copy: int = min(2, os.cpu_count() or 1)
     read: int = 4
     write: int = 2
-
-
-@dataclass(frozen=True, slots=True)
-class LaneStats:
-    """One lane: Moves waiting, being carried out and done so far, by status; ``busy_s`` sums over
-    its threads."""
-
-    lane: str
-    threads: int
-    threads_alive: int
-    queued: int
-    running: int
-    done: dict[str, int]
-    bytes_moved: int
-    busy_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +69,7 @@ class MoverStats:
 
 
 class Mover:
-    """Carries out Moves in threads and reports each by ``report``, which is called there.
+    """Carries out Moves in threads and reports each once by ``report``, which is called there.
 
     Borrows the tiers, which are open before ``open`` and closed after ``close``; owns its threads.
     """
@@ -113,7 +78,7 @@ class Mover:
         self,
         host: HostTier,
         tiers: Mapping[TierName, Tier],
-        report: Callable[[Moved], None],
+        report: Report,
         threads: MoverThreads | None = None,
         hook: Hook | None = None,
     ) -> None:
@@ -123,7 +88,11 @@ class Mover:
         self._hook = hook
         self._pages: dict[SessionID, Pages] = {}
         counts = threads or MoverThreads()
-        self._lanes = {lane: _Lane(lane, getattr(counts, lane.value)) for lane in Lane}
+        self._lanes = {
+            LaneName.COPY: Lane(LaneName.COPY, counts.copy),
+            LaneName.READ: Lane(LaneName.READ, counts.read),
+            LaneName.WRITE: Lane(LaneName.WRITE, counts.write),
+        }
         self._unexpected = 0
 
     def open(self) -> None:
@@ -147,7 +116,7 @@ class Mover:
 
     def submit(self, move: Move) -> None:
         """Queue a Move; returns at once. Its Moved follows, whatever happens."""
-        self._lanes[_LANES[move.kind]].queue.put(move)
+        self._lanes[LANES[move.kind]].put(move)
 
     def stats(self) -> MoverStats:
         """A snapshot."""
@@ -161,13 +130,21 @@ class Mover:
             degraded = degraded or f"{self._unexpected} Moves failed by an unexpected error"
         return MoverStats(lanes, len(self._pages), self._unexpected, degraded)
 
-    def _run(self, lane: _Lane) -> None:
+    def _run(self, lane: Lane) -> None:
         lower_priority()
-        while (move := lane.queue.get()) is not None:
-            start = lane.begin()
+        ended: list[tuple[Move, MoveStatus]] = []
+        move = lane.take()
+        while move is not None:
+            start_s = lane.begin()
             status = self._carry_out(move)
-            lane.end(move, status, time.perf_counter() - start)
-            self._tell(move, status)
+            lane.end(move, status, start_s)
+            ended.append((move, status))
+            following = lane.take_next(move)
+            if following is None:
+                self._tell(ended)
+                ended.clear()
+                following = lane.take()
+            move = following
 
     def _carry_out(self, move: Move) -> MoveStatus:
         """How a Move ended: the outer boundary of everything below.
@@ -182,13 +159,14 @@ class Mover:
             _log.exception("mover: %s of session %s failed", move.kind.value, move.session)
             return MoveStatus.FAILED
 
-    def _tell(self, move: Move, status: MoveStatus) -> None:
-        self._at("before report", move)
+    def _tell(self, ended: Sequence[tuple[Move, MoveStatus]]) -> None:
+        for move, _ in ended:
+            self._at("before report", move)
         try:
-            self._report(Moved(move.id, status))
+            self._report([Moved(move.id, status) for move, status in ended])
         except RuntimeError:
             self._unexpected += 1
-            _log.exception("mover: the end of Move %d can't be reported", move.id)
+            _log.exception("mover: the end of %d Moves can't be reported", len(ended))
 
     def _attempt(self, move: Move) -> MoveStatus:
         """Carry out a Move; every expected error becomes its status."""
@@ -247,59 +225,6 @@ _ACTIONS: dict[MoveKind, Callable[[Mover, Move], None]] = {
     MoveKind.WRITE: Mover._write,
     MoveKind.ERASE: Mover._erase,
 }
-
-
-class _Lane:
-    """A queue, its threads and its counts."""
-
-    def __init__(self, lane: Lane, threads: int) -> None:
-        self.queue: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
-        self._lane = lane
-        self._count = threads
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
-        self._running = 0
-        self._done = dict.fromkeys(MoveStatus, 0)
-        self._bytes = 0
-        self._busy_s = 0.0
-
-    def start(self, run: Callable[[_Lane], None]) -> None:
-        for number in range(self._count):
-            name = f"{self._lane.value}-{number}"
-            self._threads.append(start_thread(name, functools.partial(run, self)))
-
-    def stop(self) -> None:
-        for _ in self._threads:
-            self.queue.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
-
-    def begin(self) -> float:
-        with self._lock:
-            self._running += 1
-        return time.perf_counter()
-
-    def end(self, move: Move, status: MoveStatus, seconds: float) -> None:
-        with self._lock:
-            self._running -= 1
-            self._done[status] += 1
-            self._busy_s += seconds
-            if status is MoveStatus.OK and move.kind is not MoveKind.ERASE:
-                self._bytes += move.header.payload_bytes
-
-    def stats(self) -> LaneStats:
-        with self._lock:
-            return LaneStats(
-                lane=self._lane.value,
-                threads=len(self._threads),
-                threads_alive=sum(thread.is_alive() for thread in self._threads),
-                queued=self.queue.qsize(),
-                running=self._running,
-                done={status.value: count for status, count in self._done.items()},
-                bytes_moved=self._bytes,
-                busy_s=self._busy_s,
-            )
 
 
 def _place(place: Place | None, move: Move) -> Place:

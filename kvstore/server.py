@@ -164,9 +164,9 @@ class EngineServer:
         self._persister.close()
         self._listener.close()
 
-    def post(self, event: Event) -> None:
-        """Hand an event to the core soon; from any thread, in order per thread."""
-        self._posted.append(event)
+    def post(self, *events: Event) -> None:
+        """Hand events to the core soon; from any thread, in order per thread."""
+        self._posted.extend(events)
         if not self._draining_posted:
             self._draining_posted = True
             self._call_soon(self._drain_posted)

@@ -53,7 +53,7 @@ class Node:
         self.core = Service(limits)
         self.host = HostTier(SLABS + STAGING, SLAB_BYTES)
         threads = MoverThreads(copy=2, read=1, write=1)
-        self.mover = Mover(self.host, {}, lambda moved: self.server.post(moved), threads, self._at)
+        self.mover = Mover(self.host, {}, lambda moved: self.server.post(*moved), threads, self._at)
         self.server = EngineServer(
             socket_path=path,
             service=self.core,

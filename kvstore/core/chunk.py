@@ -1,4 +1,5 @@
-"""Chunk: N tokens of one sequence, named by namespace, key, parent and depth; makes headers."""
+"""Chain: consecutive chunks of one sequence, each named by namespace, key, parent and depth; and
+the headers that name them."""
 
 from __future__ import annotations
 
@@ -10,35 +11,6 @@ from kvstore.core.layout import Layout, Part, Shard
 from kvstore.core.messages import ChunkHeader
 from kvstore.core.slots import Slot
 from kvstore.core.spaces import Space
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One chunk of a namespace; ``parent`` is NO_PARENT at depth 0."""
-
-    space: Space
-    key: ChunkKey
-    parent: ChunkKey
-    depth: int
-
-    def header(self, part: Part, layout: Layout, shard: Shard) -> ChunkHeader:
-        """The header of one shard's part; its sequence is given when it is written."""
-        space = self.space
-        return ChunkHeader(
-            key=self.key,
-            parent=self.parent,
-            depth=self.depth,
-            tenant=space.tenant,
-            namespace=space.namespace,
-            epoch=space.epoch,
-            dtype=space.dtype,
-            tokens=space.tokens,
-            shard=shard.index(),
-            shards=space.shards,
-            part=part,
-            payload_bytes=layout.part_bytes(part),
-            sequence=0,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +26,24 @@ class Chain:
     def __len__(self) -> int:
         return len(self.keys) // KEY_BYTES
 
-    def chunk(self, place: int) -> Chunk:
-        """The chunk at a place in the chain."""
-        parent = self.parent if place == 0 else self.key(place - 1)
-        return Chunk(self.space, self.key(place), parent, self.first + place)
+    def header(self, place: int, part: Part, layout: Layout, shard: Shard) -> ChunkHeader:
+        """The header of one shard's part of a chunk; its sequence is given when it is written."""
+        space = self.space
+        return ChunkHeader(
+            key=self.key(place),
+            parent=self.key(place - 1) if place else self.parent,
+            depth=self.first + place,
+            tenant=space.tenant,
+            namespace=space.namespace,
+            epoch=space.epoch,
+            dtype=space.dtype,
+            tokens=space.tokens,
+            shard=shard.index(),
+            shards=space.shards,
+            part=part,
+            payload_bytes=layout.part_bytes(part),
+            sequence=0,
+        )
 
     def key(self, place: int) -> ChunkKey:
         """Its key."""

@@ -9,6 +9,7 @@ hits, another packing never does.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from bisect import bisect_left
@@ -145,7 +146,7 @@ class Shard:
         return self.pp_size * self.tp_size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """Groups, element type and tokens per chunk of one shard's KV memory.
 
@@ -185,6 +186,19 @@ class Layout:
 
     def part_groups(self, part: Part) -> tuple[int, ...]:
         """Indices of the groups in a part; a model of windows only keeps everything in FULL."""
+        return self._parts[part][0]
+
+    def part_bytes(self, part: Part) -> int:
+        """Bytes of one chunk shard's part; 0 where the part doesn't exist."""
+        return self._parts[part][1]
+
+    @functools.cached_property
+    def _parts(self) -> dict[Part, tuple[tuple[int, ...], int]]:
+        """Groups and bytes of each part, which every chunk is asked for."""
+        groups = {part: self._find_groups(part) for part in Part}
+        return {part: (found, self._groups_bytes(found)) for part, found in groups.items()}
+
+    def _find_groups(self, part: Part) -> tuple[int, ...]:
         full = tuple(i for i, group in enumerate(self.groups) if group.window is None)
         if not full:
             return tuple(range(len(self.groups))) if part is Part.FULL else ()
@@ -192,11 +206,9 @@ class Layout:
             return full
         return tuple(i for i, group in enumerate(self.groups) if group.window is not None)
 
-    def part_bytes(self, part: Part) -> int:
-        """Bytes of one chunk shard's part; 0 where the part doesn't exist."""
+    def _groups_bytes(self, groups: tuple[int, ...]) -> int:
         return sum(
-            self.blocks_per_chunk(i) * self.groups[i].token_blocks_bytes()
-            for i in self.part_groups(part)
+            self.blocks_per_chunk(i) * self.groups[i].token_blocks_bytes() for i in groups
         )
 
     def blocks_per_chunk(self, group: int) -> int:

@@ -9,12 +9,13 @@ packed little-endian u32, one bytes object a group.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import NewType
 
 from kvstore.core.changes import Changes, Watch
 from kvstore.core.keys import ChunkKey, Namespace
 from kvstore.core.layout import Layout, Part, Shard
+from kvstore.core.words import Word
 
 SessionID = NewType("SessionID", int)
 MoveID = NewType("MoveID", int)
@@ -22,7 +23,7 @@ ADMIN = SessionID(0)
 """The session of the daemon's own administration; it never closes."""
 
 
-class TierName(Enum):
+class TierName(Word):
     """The tiers, fastest first."""
 
     HOST = "host"
@@ -68,7 +69,7 @@ class ChunkHeader:
     sequence: int
 
 
-class MoveKind(Enum):
+class MoveKind(Word):
     """STORE: engine blocks -> host slot. LOAD: host slot -> engine blocks. READ: lower tier ->
     host slot, verified. WRITE: host slot -> lower tier. ERASE: overwrite the header of a lower
     tier's slot."""
@@ -80,7 +81,7 @@ class MoveKind(Enum):
     ERASE = "erase"
 
 
-class MoveStatus(Enum):
+class MoveStatus(Word):
     """How a Move ended. Whatever the status, the hands touch none of its memory or slots
     afterwards.
 
@@ -98,7 +99,7 @@ class MoveStatus(Enum):
 @dataclass(frozen=True, slots=True)
 class Move:
     """Effect: move one part of one chunk shard, then report Moved. ``session`` owns the engine
-    memory, if any.
+    memory, if any, and ``transfer`` is the number of its store or retrieve.
 
     ``blocks`` holds, for STORE and LOAD, (group index, packed u32 block IDs in token order) for
     each group of the part. A NULL_BLOCK is skipped by LOAD and never occurs in STORE.
@@ -110,6 +111,7 @@ class Move:
     source: Place | None
     target: Place | None
     session: SessionID | None = None
+    transfer: int | None = None
     blocks: tuple[tuple[int, bytes], ...] = ()
 
 

@@ -319,10 +319,9 @@ class Service:
     def _settle(self) -> None:
         """Tell tickets what committed or failed, and consider what committed for NVMe."""
         state = self._state
-        again = True
-        while again:
-            again = False
-            for tree in state.directory.trees():
+        trees = state.directory.trees()
+        while any(tree.lost or tree.settled or tree.committed for tree in trees):
+            for tree in trees:
                 for reason, count in tree.lost.items():
                     state.drop(reason, count)
                 tree.lost.clear()
@@ -330,7 +329,6 @@ class Service:
                     self._watching.note(tree)
                 settled, tree.settled = tree.settled, []
                 committed, tree.committed = tree.committed, []
-                again = again or bool(settled or committed)
                 for wait, ok in settled:
                     wait.ticket.settle(wait.chunk, ok)
                 for wait, _ in settled:

@@ -21,19 +21,19 @@ itself hands them on to those who waited for it).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from kvstore.core.errors import InvariantError, StaleLeaseError
 from kvstore.core.layout import Part
 from kvstore.core.messages import MoveID, Place
+from kvstore.core.words import Word
 
 if TYPE_CHECKING:
     from kvstore.core.tickets import Wait
     from kvstore.core.tree_nodes import Copy
 
 
-class SlotState(Enum):
+class SlotState(Word):
     """Where a slot is in its life; see the module's table."""
 
     FREE = "free"

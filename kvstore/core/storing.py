@@ -151,7 +151,7 @@ class Storing:
 
     def _store_part(self, batch: _Batch, chunk: int, part: Part) -> Drop | None:
         host, ticket = self._state.directory.host, batch.ticket
-        header = batch.chain.chunk(chunk).header(part, batch.layout, batch.shard)
+        header = batch.chain.header(chunk, part, batch.layout, batch.shard)
         slot = host.current(batch.chain.space, header)
         if slot is None:
             return self._reserve(batch, chunk, header)

@@ -52,7 +52,10 @@ class Job:
         """The effect."""
         source = None if self.source is None else self.source.place
         target = None if self.target is None else self.target.place
-        return Move(self.id, self.kind, self.header, source, target, self.session, self.blocks)
+        transfer = None if self.wait is None else self.wait.ticket.id
+        return Move(
+            self.id, self.kind, self.header, source, target, self.session, transfer, self.blocks
+        )
 
 
 class FairQueue:
@@ -123,8 +126,8 @@ class Transfers:
         self._depths = depths
         self._queues = {kind: FairQueue() for kind in MoveKind}
         self._queued: dict[MoveID, Job] = {}
-        self._running: dict[MoveID, Job] = {}
-        self._running_kinds = dict.fromkeys(MoveKind, 0)
+        self._handed: dict[MoveID, Job] = {}
+        self._running = dict.fromkeys(MoveKind, 0)
         self._last = 0
 
     def next_id(self) -> MoveID:
@@ -152,14 +155,14 @@ class Transfers:
 
     def is_running(self, move: MoveID) -> bool:
         """Whether the hands have it."""
-        return move in self._running
+        return move in self._handed
 
     def finish(self, move: MoveID) -> Job:
         """A running Move has ended; the caller lets its slots go."""
-        job = self._running.pop(move, None)
+        job = self._handed.pop(move, None)
         if job is None:
             raise InvariantError(f"Move {move} ended, but isn't running")
-        self._running_kinds[job.kind] -= 1
+        self._running[job.kind] -= 1
         return job
 
     def dispatch(
@@ -168,20 +171,26 @@ class Transfers:
         """The Moves to hand out now. ``land`` finds a READ's target or says that none is free;
         ``next_write`` makes the next WRITE, its slots held."""
         out: list[Move] = []
-        while self._run(MoveKind.LOAD, MoveKind.STORE) < self._depths.copies:
-            job = self._queues[MoveKind.LOAD].pop() or self._queues[MoveKind.STORE].pop()
+        running, queues = self._running, self._queues
+        # What is stored never keeps a LOAD from the hands, which carry LOADs out first.
+        while running[MoveKind.LOAD] < self._depths.copies:
+            job = queues[MoveKind.LOAD].pop()
             if job is None:
                 break
             out.append(self._start(job))
-        reads = self._queues[MoveKind.READ]
-        while self._run(MoveKind.READ) < self._depths.reads:
-            job = reads.head()
+        while running[MoveKind.LOAD] + running[MoveKind.STORE] < self._depths.copies:
+            job = queues[MoveKind.STORE].pop()
+            if job is None:
+                break
+            out.append(self._start(job))
+        while running[MoveKind.READ] < self._depths.reads:
+            job = queues[MoveKind.READ].head()
             if job is None or not land(job):
                 break
-            reads.pop()
+            queues[MoveKind.READ].pop()
             out.append(self._start(job))
-        while self._run(MoveKind.WRITE, MoveKind.ERASE) < self._depths.writes:
-            job = self._queues[MoveKind.ERASE].pop()
+        while running[MoveKind.WRITE] + running[MoveKind.ERASE] < self._depths.writes:
+            job = queues[MoveKind.ERASE].pop()
             if job is None and not self._retrieving():
                 job = next_write()
             if job is None:
@@ -191,7 +200,7 @@ class Transfers:
 
     def running(self) -> int:
         """Moves in the hands."""
-        return len(self._running)
+        return len(self._handed)
 
     def queued(self) -> int:
         """Jobs that wait."""
@@ -204,17 +213,14 @@ class Transfers:
 
     def jobs(self) -> list[Job]:
         """All jobs, waiting and running."""
-        return [*self._queued.values(), *self._running.values()]
-
-    def _run(self, *kinds: MoveKind) -> int:
-        return sum(self._running_kinds[kind] for kind in kinds)
+        return [*self._queued.values(), *self._handed.values()]
 
     def _retrieving(self) -> bool:
         kinds = (MoveKind.LOAD, MoveKind.READ)
-        return any(self._running_kinds[kind] or len(self._queues[kind]) for kind in kinds)
+        return any(self._running[kind] or len(self._queues[kind]) for kind in kinds)
 
     def _start(self, job: Job) -> Move:
         self._queued.pop(job.id, None)
-        self._running[job.id] = job
-        self._running_kinds[job.kind] += 1
+        self._handed[job.id] = job
+        self._running[job.kind] += 1
         return job.move()

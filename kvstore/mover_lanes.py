@@ -1,0 +1,157 @@
+"""Lane: a queue of Moves, the threads that serve it, and what is counted of them.
+
+LOADs overtake STOREs, since an engine waits for them; otherwise Moves begin in the order of arrival.
+
+To report wakes the daemon's loop, which then wants the interpreter lock and a core, both of which
+the copies want too. So a thread that has carried out one chunk of a transfer may go on with the
+next of the same transfer and report both together (``take_next``): nobody can use the end of the
+first before. It does so only while enough Moves wait to keep every thread busy until the loop has
+handed out more.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvstore.core.messages import Move, MoveKind, MoveStatus
+from kvstore.tiers.threads import start_thread
+
+
+class LaneName(Enum):
+    """Which Moves share a queue."""
+
+    COPY = "copy"
+    READ = "read"
+    WRITE = "write"
+
+
+LANES = {
+    MoveKind.STORE: LaneName.COPY,
+    MoveKind.LOAD: LaneName.COPY,
+    MoveKind.READ: LaneName.READ,
+    MoveKind.WRITE: LaneName.WRITE,
+    MoveKind.ERASE: LaneName.WRITE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KindStats:
+    """Moves of one kind that succeeded, and the payload bytes that they moved."""
+
+    moves: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LaneStats:
+    """One lane: Moves waiting, being carried out and done so far, by status and by kind;
+    ``busy_s`` sums over its threads."""
+
+    lane: str
+    threads: int
+    threads_alive: int
+    queued: int
+    running: int
+    done: dict[str, int]
+    kinds: dict[MoveKind, KindStats]
+    busy_s: float
+
+
+class Lane:
+    """One lane of ``threads`` threads, which call ``run`` with it."""
+
+    def __init__(self, name: LaneName, threads: int) -> None:
+        self._name = name
+        self._count = threads
+        self._threads: list[threading.Thread] = []
+        self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """True for each Move that no thread has taken yet, then False for each thread to end."""
+        self._loads: deque[Move] = deque()
+        self._others: deque[Move] = deque()
+        self._lock = threading.Lock()
+        self._running = 0
+        self._done = dict.fromkeys(MoveStatus, 0)
+        self._kinds = {kind: KindStats() for kind, lane in LANES.items() if lane is name}
+        self._busy_s = 0.0
+
+    def start(self, run: Callable[[Lane], None]) -> None:
+        """Start the threads. Raises TierUnavailableError where the system refuses one."""
+        for number in range(self._count):
+            name = f"{self._name.value}-{number}"
+            self._threads.append(start_thread(name, functools.partial(run, self)))
+
+    def stop(self) -> None:
+        """End the threads once everything that was put is done. Idempotent."""
+        for _ in self._threads:
+            self._tokens.put(False)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def put(self, move: Move) -> None:
+        """Queue a Move."""
+        (self._loads if move.kind is MoveKind.LOAD else self._others).append(move)
+        self._tokens.put(True)
+
+    def take(self) -> Move | None:
+        """Wait for the Move to carry out next; None: the thread ends."""
+        if not self._tokens.get():
+            return None
+        with self._lock:
+            return self._waiting().popleft()
+
+    def take_next(self, move: Move) -> Move | None:
+        """The Move after this one to carry out before this one's end is reported; None where it is
+        to be reported now."""
+        with self._lock:
+            waiting = self._waiting()
+            if move.transfer is None or self._tokens.qsize() <= 2 * self._count:
+                return None
+            after = waiting[0]
+            if (after.session, after.transfer) != (move.session, move.transfer):
+                return None
+            # Never waits: without the lock each other thread can have taken but one of them.
+            self._tokens.get()
+            return waiting.popleft()
+
+    def begin(self) -> float:
+        """A Move begins; gives the time."""
+        with self._lock:
+            self._running += 1
+        return time.perf_counter()
+
+    def end(self, move: Move, status: MoveStatus, start_s: float) -> None:
+        """Count a Move that has ended."""
+        seconds = time.perf_counter() - start_s
+        with self._lock:
+            self._running -= 1
+            self._done[status] += 1
+            self._busy_s += seconds
+            if status is MoveStatus.OK:
+                before = self._kinds[move.kind]
+                nbytes = before.nbytes + move.header.payload_bytes
+                self._kinds[move.kind] = KindStats(before.moves + 1, nbytes)
+
+    def stats(self) -> LaneStats:
+        """A snapshot."""
+        with self._lock:
+            return LaneStats(
+                lane=self._name.value,
+                threads=len(self._threads),
+                threads_alive=sum(thread.is_alive() for thread in self._threads),
+                queued=len(self._loads) + len(self._others),
+                running=self._running,
+                done={status.value: count for status, count in self._done.items()},
+                kinds=dict(self._kinds),
+                busy_s=self._busy_s,
+            )
+
+    def _waiting(self) -> deque[Move]:
+        return self._loads or self._others
