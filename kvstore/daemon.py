@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
@@ -328,8 +328,9 @@ def _nvme_tier(config: NvmeConfig) -> NvmeTier | None:
 
 
 def _limits(config: Config) -> Limits:
-    """The core's limits: queues are two deep for each thread that serves them, so that none waits
-    for the loop and the rest waits in the core, where priorities hold."""
+    """The core's limits. Queues are two deep for each thread that serves them, so that none waits
+    for the loop and the rest waits in the core, where priorities hold; four deep for copies, as
+    several are reported together."""
     nvme, threads = config.nvme, config.threads
     return Limits(
         host=TierLimits(config.host.slabs(), config.host.slab_size),
@@ -338,7 +339,7 @@ def _limits(config: Config) -> Limits:
         lease_s=config.lease_s,
         session_bytes_max=config.session.bytes_max,
         partial=Partial(config.session.partial),
-        copy_depth=2 * threads.copy,
+        copy_depth=4 * threads.copy,
         read_depth=2 * threads.read,
         write_depth=2 * threads.write,
         write_budget_bytes_s=nvme.write_budget,

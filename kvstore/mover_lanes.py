@@ -1,6 +1,6 @@
 """Lane: a queue of Moves, the threads that serve it, and what is counted of them.
 
-LOADs overtake STOREs, since an engine waits for them; otherwise Moves begin in the order of arrival.
+LOADs overtake STOREs, since an engine waits for them; otherwise Moves begin in order of arrival.
 
 To report wakes the daemon's loop, which then wants the interpreter lock and a core, both of which
 the copies want too. So a thread that has carried out one chunk of a transfer may go on with the

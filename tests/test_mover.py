@@ -6,7 +6,7 @@ import dataclasses
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,7 @@ from kvstore.core.messages import (
 )
 from kvstore.device.pages import HostPages
 from kvstore.mover import Mover, MoverThreads
+from kvstore.mover_lanes import KindStats
 from kvstore.testing import FaultyTier, SlabBytes, packed, pattern, sample_header
 from kvstore.tiers.base import ChunkForeignError, IOKind
 from kvstore.tiers.host import HostTier
@@ -56,10 +57,15 @@ class MoverBench:
         self.nvme = FaultyTier(NvmeTier(folder, 2, 8 * NVME_SLOT_BYTES), SlabBytes(folder))
         self.reports: queue.Queue[Moved] = queue.Queue()
         self.hooks: list[Callable[[str, Move], None]] = []
-        self.mover = Mover(
-            self.host, {TierName.NVME: self.nvme}, self.reports.put, MoverThreads(2, 2, 1), self._at
-        )
+        self.mover = self.make_mover(MoverThreads(2, 2, 1))
         self._numbers = iter(range(1, 10_000))
+
+    def make_mover(self, threads: MoverThreads) -> Mover:
+        return Mover(self.host, {TierName.NVME: self.nvme}, self.report, threads, self._at)
+
+    def report(self, ended: Sequence[Moved]) -> None:
+        for moved in ended:
+            self.reports.put(moved)
 
     def open(self) -> None:
         self.host.open()
@@ -196,7 +202,7 @@ def test_unexpected_error_costs_one_move_only(
     write = next(lane for lane in stats.lanes if lane.lane == "write")
     assert (write.queued, write.running, write.threads_alive) == (0, 0, 1)
     assert write.done == {"ok": 9, "corrupt": 0, "foreign": 0, "failed": 1, "no space": 0}
-    assert write.bytes_moved == 9 * PAYLOAD_BYTES
+    assert write.kinds[MoveKind.WRITE] == KindStats(9, 9 * PAYLOAD_BYTES)
     assert stats.unexpected_errors == 1
     assert "unexpected" in stats.degraded
     assert "Traceback" in caplog.text
@@ -223,10 +229,10 @@ def test_report_that_fails_does_not_end_the_thread(tmp_path: Path) -> None:
     bench = MoverBench(tmp_path)
     failures = iter([RuntimeError("Event loop is closed")])
 
-    def report(moved: Moved) -> None:
+    def report(ended: Sequence[Moved]) -> None:
         for failure in failures:
             raise failure
-        bench.reports.put(moved)
+        bench.report(ended)
 
     bench.mover = Mover(bench.host, {TierName.NVME: bench.nvme}, report, MoverThreads(1, 1, 1))
     bench.open()
@@ -357,6 +363,62 @@ def test_every_move_is_reported_once_under_faults(bench: MoverBench) -> None:
     lanes = bench.mover.stats().lanes
     assert sum(sum(lane.done.values()) for lane in lanes) == len(moves)
     assert all(lane.queued == lane.running == 0 for lane in lanes)
+
+
+def transfer(bench: MoverBench, kind: MoveKind, number: int, chunks: int) -> list[Move]:
+    """The Moves of one store or retrieve."""
+    moves = [bench.move(kind, slot=n % 8) for n in range(chunks)]
+    return [dataclasses.replace(move, transfer=number) for move in moves]
+
+
+def carried_out(
+    bench: MoverBench, moves: Sequence[Move]
+) -> tuple[list[MoveID], list[list[MoveID]]]:
+    """Have one copy thread carry out Moves that all wait when it begins the first: the order in
+    which they begin, and how they are reported."""
+    stopped, go, all_told = threading.Event(), threading.Event(), threading.Event()
+    begun: list[MoveID] = []
+    reported: list[list[MoveID]] = []
+
+    def report(ended: Sequence[Moved]) -> None:
+        reported.append([moved.move for moved in ended])
+        if sum(map(len, reported)) == 1 + len(moves):
+            all_told.set()
+
+    def at(point: str, move: Move) -> None:
+        if point == "begin":
+            begun.append(move.id)
+            stopped.set()
+            _wait(go)
+
+    mover = Mover(bench.host, {}, report, MoverThreads(1, 1, 1), at)
+    mover.attach(SESSION, HostPages(bench.memory, LAYOUT))
+    mover.open()
+    mover.submit(bench.move(MoveKind.STORE))
+    _wait(stopped)
+    for move in moves:
+        mover.submit(move)
+    go.set()
+    _wait(all_told)
+    mover.close()
+    return begun[1:], reported[1:]
+
+
+def test_loads_overtake_stores(bench: MoverBench) -> None:
+    """An engine waits for its retrieve: it doesn't stand in line behind what others store."""
+    stores = transfer(bench, MoveKind.STORE, 1, 6)
+    loads = transfer(bench, MoveKind.LOAD, 2, 6)
+    begun, _ = carried_out(bench, [*stores, *loads])
+    assert begun == [move.id for move in [*loads, *stores]]
+
+
+def test_moves_of_a_transfer_are_reported_together(bench: MoverBench) -> None:
+    """Each report wakes the loop, so one does for several chunks, but only while enough wait to
+    keep the threads busy, and no transfer's end is held back by another's."""
+    first, second = (transfer(bench, MoveKind.STORE, number, 6) for number in (1, 2))
+    _, reported = carried_out(bench, [*first, *second])
+    ids = [move.id for move in [*first, *second]]
+    assert reported == [ids[:6], ids[6:10], ids[10:11], ids[11:]]
 
 
 def _wait(event: threading.Event) -> None:

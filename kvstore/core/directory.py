@@ -6,7 +6,7 @@ each tier is prefix-closed, so [0, host) comes from host memory and [host, n) fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.core.eviction import Policy
@@ -35,6 +35,7 @@ class Directory:
     def __init__(self, limits: Limits, policy: Callable[[], Policy]) -> None:
         self.host = Tree(TierName.HOST, limits.host, policy)
         self.nvme = None if limits.nvme is None else Tree(TierName.NVME, limits.nvme, policy)
+        self._trees = (self.host,) if self.nvme is None else (self.host, self.nvme)
         self._counts = {tier: TierCount() for tier in TierName}
         self._staging_from = limits.host.slabs
         size = limits.host.slab_bytes
@@ -43,11 +44,9 @@ class Directory:
             for number in range(limits.staging_slots)
         ]
 
-    def trees(self) -> Iterator[Tree]:
+    def trees(self) -> tuple[Tree, ...]:
         """The trees that there are."""
-        yield self.host
-        if self.nvme is not None:
-            yield self.nvme
+        return self._trees
 
     def tree(self, tier: TierName) -> Tree | None:
         """The tree of one tier."""

@@ -207,9 +207,7 @@ class Layout:
         return tuple(i for i, group in enumerate(self.groups) if group.window is not None)
 
     def _groups_bytes(self, groups: tuple[int, ...]) -> int:
-        return sum(
-            self.blocks_per_chunk(i) * self.groups[i].token_blocks_bytes() for i in groups
-        )
+        return sum(self.blocks_per_chunk(i) * self.groups[i].token_blocks_bytes() for i in groups)
 
     def blocks_per_chunk(self, group: int) -> int:
         """Blocks of a group that hold one chunk's tokens."""

@@ -55,8 +55,8 @@ class Limits:
     transfers_max: int = 4096
     """Stores and retrieves in flight per session; beyond it one is refused at once."""
     copy_depth: int = 4
-    """STORE and LOAD Moves handed out at a time; the rest waits in the core, where priorities
-    hold."""
+    """LOAD Moves handed out at a time, and STORE and LOAD Moves in all unless LOADs exceed it; the
+    rest waits in the core, where sessions take turns."""
     read_depth: int = 8
     write_depth: int = 4
     write_backlog_max: int = 65_536

@@ -320,7 +320,7 @@ class Service:
         """Tell tickets what committed or failed, and consider what committed for NVMe."""
         state = self._state
         trees = state.directory.trees()
-        while any(tree.lost or tree.settled or tree.committed for tree in trees):
+        while any(tree.noted() for tree in trees):
             for tree in trees:
                 for reason, count in tree.lost.items():
                     state.drop(reason, count)

@@ -105,6 +105,17 @@ def test_loads_go_before_stores_that_were_there_first() -> None:
     assert lanes.out() == [MoveKind.LOAD, MoveKind.STORE]
 
 
+def test_stores_never_keep_a_load_from_the_hands() -> None:
+    """However many STOREs run, LOADs go out up to the depth, since the hands carry them out first;
+    no STORE goes out beyond it."""
+    lanes = Lanes(copies=2)
+    lanes.push(MoveKind.STORE, 5)
+    assert lanes.out() == [MoveKind.STORE] * 2
+    lanes.push(MoveKind.LOAD, 5)
+    assert lanes.out() == [MoveKind.LOAD] * 2
+    assert lanes.out() == []
+
+
 def test_no_write_goes_out_while_a_retrieve_is_queued_or_runs() -> None:
     """Field case 68, the core's part: with a READ running, one queued, or a LOAD, the backlog
     waits; when the last has ended it goes on."""

@@ -307,8 +307,11 @@ class Hands:
             "reads": self._limits.read_depth,
             "writes": self._limits.write_depth,
         }
-        same = sum(1 for one in self.running.values() if LANES[one.move.kind] == lane)
-        if same >= depths[lane]:
+        kinds = [one.move.kind for one in self.running.values()]
+        same = [other for other in kinds if LANES[other] == lane]
+        if kind is MoveKind.LOAD:  # STOREs never keep it waiting
+            same = [other for other in same if other is kind]
+        if len(same) >= depths[lane]:
             raise SimulationError(f"more than {depths[lane]} {lane} at a time")
 
     def _check_race(self, move: Move, blocks: list[BlockID], other: Running) -> None:
