@@ -329,8 +329,8 @@ def _nvme_tier(config: NvmeConfig) -> NvmeTier | None:
 
 def _limits(config: Config) -> Limits:
     """The core's limits. Queues are two deep for each thread that serves them, so that none waits
-    for the loop and the rest waits in the core, where priorities hold; four deep for copies, as
-    several are reported together."""
+    for the loop and the rest waits in the core, where priorities hold. Copies are four deep, as
+    several are reported together; writes one deep, so that none begins once a retrieve has come."""
     nvme, threads = config.nvme, config.threads
     return Limits(
         host=TierLimits(config.host.slabs(), config.host.slab_size),
@@ -341,7 +341,7 @@ def _limits(config: Config) -> Limits:
         partial=Partial(config.session.partial),
         copy_depth=4 * threads.copy,
         read_depth=2 * threads.read,
-        write_depth=2 * threads.write,
+        write_depth=threads.write,
         write_budget_bytes_s=nvme.write_budget,
         admit_after=nvme.admit_after,
     )

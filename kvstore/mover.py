@@ -49,12 +49,12 @@ Report = Callable[[Sequence[Moved]], None]
 
 @dataclass(frozen=True, slots=True)
 class MoverThreads:
-    """Threads of each lane. Two copy threads reach the memory's bandwidth; four readers overlap
-    checksums with I/O (SPEED)."""
+    """Threads of each lane. Two copy threads reach the memory's bandwidth; four readers and four
+    writers overlap checksums with I/O."""
 
     copy: int = min(2, os.cpu_count() or 1)
     read: int = 4
-    write: int = 2
+    write: int = 4
 
 
 @dataclass(frozen=True, slots=True)

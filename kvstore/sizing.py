@@ -144,9 +144,9 @@ def fit(settings: Settings, machine: Machine) -> Config:
             settings.integer("session.bytes_max"), settings.text("session.partial")
         ),
         threads=ThreadsConfig(
-            copy=settings.integer("threads.copy") or max(1, min(8, machine.cores // 2)),
+            copy=settings.integer("threads.copy") or _copy_threads(machine.cores),
             read=settings.integer("threads.read") or 4,
-            write=settings.integer("threads.write") or 2,
+            write=settings.integer("threads.write") or 4,
         ),
         log=LogConfig(settings.text("log.level")),
     )
@@ -294,6 +294,11 @@ def _check_memory(settings: Settings, machine: Machine, host: HostConfig, nvme: 
         f"{settings.given('host.size')} doesn't fit: {parts} = {format_size(needed)}, "
         f"and the limit is {format_size(limit)} ({machine.memory.limit_source}); {advice}"
     )
+
+
+def _copy_threads(cores: int) -> int:
+    """Two fill a memory channel that one doesn't; more help on large machines only."""
+    return max(min(2, cores), min(8, cores // 2))
 
 
 def _suggest(nbytes: float) -> str:

@@ -345,7 +345,7 @@ class Service:
 
     def _dispatch(self) -> None:
         state = self._state
-        moves = state.transfers.dispatch(self._retrieving.land, self._writing.next_write)
+        moves = state.transfers.dispatch(state.now, self._retrieving.land, self._writing.next_write)
         for move in moves:
             if move.session is not None:
                 session = state.engines.session(move.session)

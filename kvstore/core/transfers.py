@@ -1,9 +1,10 @@
 """Transfers: which Move goes out next.
 
 Moves wait in the core, where priorities hold, and few are in the hands at a time. There are three
-lanes of bounded depth: copies (LOAD before STORE), reads, and writes (WRITE and ERASE), and no new
-write goes out while a retrieve is queued or running. Within a kind, sessions take turns by bytes:
-the next job is that of the session that was served least.
+lanes of bounded depth: copies (LOAD before STORE), reads, and writes (WRITE and ERASE). No new
+write goes out while a retrieve is queued or running, and for STORES_FIRST_S none while a STORE is:
+its engine wants the blocks back, and memory is busy with the copy, whereas a write has time. Within
+a kind, sessions take turns by bytes: the next job is that of the session that was served least.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from kvstore.core.slots import Slot
 from kvstore.core.tickets import Wait
 
 Blocks = tuple[tuple[int, bytes], ...]
+
+STORES_FIRST_S = 0.01
+"""So long writes wait for STOREs: for those of a prompt, but not for engines that never stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,7 @@ class Transfers:
         self._queued: dict[MoveID, Job] = {}
         self._handed: dict[MoveID, Job] = {}
         self._running = dict.fromkeys(MoveKind, 0)
+        self._storing_since: float | None = None
         self._last = 0
 
     def next_id(self) -> MoveID:
@@ -166,36 +171,18 @@ class Transfers:
         return job
 
     def dispatch(
-        self, land: Callable[[Job], bool], next_write: Callable[[], Job | None]
+        self, now: float, land: Callable[[Job], bool], next_write: Callable[[], Job | None]
     ) -> list[Move]:
         """The Moves to hand out now. ``land`` finds a READ's target or says that none is free;
         ``next_write`` makes the next WRITE, its slots held."""
+        if not self._busy(MoveKind.STORE):
+            self._storing_since = None
+        elif self._storing_since is None:
+            self._storing_since = now
         out: list[Move] = []
-        running, queues = self._running, self._queues
-        # What is stored never keeps a LOAD from the hands, which carry LOADs out first.
-        while running[MoveKind.LOAD] < self._depths.copies:
-            job = queues[MoveKind.LOAD].pop()
-            if job is None:
-                break
-            out.append(self._start(job))
-        while running[MoveKind.LOAD] + running[MoveKind.STORE] < self._depths.copies:
-            job = queues[MoveKind.STORE].pop()
-            if job is None:
-                break
-            out.append(self._start(job))
-        while running[MoveKind.READ] < self._depths.reads:
-            job = queues[MoveKind.READ].head()
-            if job is None or not land(job):
-                break
-            queues[MoveKind.READ].pop()
-            out.append(self._start(job))
-        while running[MoveKind.WRITE] + running[MoveKind.ERASE] < self._depths.writes:
-            job = queues[MoveKind.ERASE].pop()
-            if job is None and not self._retrieving():
-                job = next_write()
-            if job is None:
-                break
-            out.append(self._start(job))
+        self._copy(out)
+        self._read(out, land)
+        self._write(out, next_write if self._may_write(now) else lambda: None)
         return out
 
     def running(self) -> int:
@@ -215,9 +202,45 @@ class Transfers:
         """All jobs, waiting and running."""
         return [*self._queued.values(), *self._handed.values()]
 
-    def _retrieving(self) -> bool:
-        kinds = (MoveKind.LOAD, MoveKind.READ)
-        return any(self._running[kind] or len(self._queues[kind]) for kind in kinds)
+    def _copy(self, out: list[Move]) -> None:
+        """STOREs never keep a LOAD from the hands, which carry LOADs out first."""
+        while self._running[MoveKind.LOAD] < self._depths.copies:
+            job = self._queues[MoveKind.LOAD].pop()
+            if job is None:
+                break
+            out.append(self._start(job))
+        while self._in_hands(MoveKind.LOAD, MoveKind.STORE) < self._depths.copies:
+            job = self._queues[MoveKind.STORE].pop()
+            if job is None:
+                break
+            out.append(self._start(job))
+
+    def _read(self, out: list[Move], land: Callable[[Job], bool]) -> None:
+        reads = self._queues[MoveKind.READ]
+        while self._running[MoveKind.READ] < self._depths.reads:
+            job = reads.head()
+            if job is None or not land(job):
+                break
+            reads.pop()
+            out.append(self._start(job))
+
+    def _write(self, out: list[Move], next_write: Callable[[], Job | None]) -> None:
+        while self._in_hands(MoveKind.WRITE, MoveKind.ERASE) < self._depths.writes:
+            job = self._queues[MoveKind.ERASE].pop() or next_write()
+            if job is None:
+                break
+            out.append(self._start(job))
+
+    def _in_hands(self, one: MoveKind, other: MoveKind) -> int:
+        return self._running[one] + self._running[other]
+
+    def _may_write(self, now: float) -> bool:
+        if self._busy(MoveKind.LOAD) or self._busy(MoveKind.READ):
+            return False
+        return self._storing_since is None or now - self._storing_since >= STORES_FIRST_S
+
+    def _busy(self, kind: MoveKind) -> bool:
+        return bool(self._running[kind] or len(self._queues[kind]))
 
     def _start(self, job: Job) -> Move:
         self._queued.pop(job.id, None)

@@ -17,7 +17,7 @@ from kvstore.core.messages import (
     TierName,
 )
 from kvstore.core.slots import Slot
-from kvstore.core.transfers import Depths, FairQueue, Job, Transfers
+from kvstore.core.transfers import STORES_FIRST_S, Depths, FairQueue, Job, Transfers
 from tests.core.driver import Driver, limits
 
 ONE, TWO, THREE = SessionID(1), SessionID(2), SessionID(3)
@@ -29,6 +29,7 @@ class Lanes:
     def __init__(self, copies: int = 2, reads: int = 2, writes: int = 2) -> None:
         self.transfers = Transfers(Depths(copies, reads, writes))
         self.can_land = True
+        self.now = 0.0
         self.backlog: list[Job] = []
 
     def job(
@@ -67,7 +68,7 @@ class Lanes:
 
     def out(self) -> list[MoveKind]:
         """The kinds of the Moves that go out now, in order."""
-        moves = self.transfers.dispatch(lambda _: self.can_land, self._next_write)
+        moves = self.transfers.dispatch(self.now, lambda _: self.can_land, self._next_write)
         return [move.kind for move in moves]
 
     def _next_write(self) -> Job | None:
@@ -128,6 +129,26 @@ def test_no_write_goes_out_while_a_retrieve_is_queued_or_runs() -> None:
     assert lanes.out() == []
     lanes.transfers.finish(load.id)
     assert lanes.out() == [MoveKind.WRITE, MoveKind.WRITE]
+
+
+def test_writes_wait_for_a_burst_of_stores_but_not_for_ever() -> None:
+    """A prompt's STOREs are done before the first write; engines that store without a pause don't
+    keep the backlog from the disk, and after a pause the next prompt goes first again."""
+    lanes = Lanes(copies=1, writes=1)
+    lanes.backlog = [lanes.job(MoveKind.WRITE) for _ in range(4)]
+    first, second, third = lanes.push(MoveKind.STORE, 3)
+    assert lanes.out() == [MoveKind.STORE]
+    lanes.now = STORES_FIRST_S / 2
+    lanes.transfers.finish(first.id)
+    assert lanes.out() == [MoveKind.STORE]
+    lanes.now = STORES_FIRST_S
+    lanes.transfers.finish(second.id)
+    assert lanes.out() == [MoveKind.STORE, MoveKind.WRITE]
+    lanes.transfers.finish(third.id)
+    assert lanes.out() == []
+    lanes.push(MoveKind.STORE, 1)
+    lanes.now += STORES_FIRST_S / 2
+    assert lanes.out() == [MoveKind.STORE]
 
 
 def test_a_queued_read_that_cannot_land_holds_back_writes_but_no_copies() -> None:
