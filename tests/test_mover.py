@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,99 +17,21 @@ from kvstore.core.errors import (
     InvariantError,
     TierUnavailableError,
 )
-from kvstore.core.layout import NULL_BLOCK, LayerGroup, Layout, TensorSpan
+from kvstore.core.layout import NULL_BLOCK
 from kvstore.core.messages import (
     Move,
     Moved,
-    MoveID,
     MoveKind,
     MoveStatus,
     Place,
     SessionID,
     TierName,
 )
-from kvstore.device.pages import HostPages
 from kvstore.mover import Mover, MoverThreads
 from kvstore.mover_lanes import KindStats
-from kvstore.testing import FaultyTier, SlabBytes, packed, pattern, sample_header
+from kvstore.testing import SlabBytes, packed, pattern
 from kvstore.tiers.base import ChunkForeignError, IOKind
-from kvstore.tiers.host import HostTier
-from kvstore.tiers.nvme import NvmeTier
-
-LAYOUT = Layout(
-    "bfloat16", 32,
-    (LayerGroup("full", 16, None, (
-        TensorSpan(0, 4096, 4096, 16), TensorSpan(65_536, 1500, 1500, 16))),),
-)  # fmt: skip
-PAYLOAD_BYTES = 2 * (4096 + 1500)
-HOST_SLOT_BYTES = 12_288
-NVME_SLOT_BYTES = 16_384
-SESSION = SessionID(7)
-
-
-class MoverBench:
-    """A mover over a real arena and a real disk that fails on demand."""
-
-    def __init__(self, folder: Path) -> None:
-        self.memory = pattern(0, 65_536 + 16 * 1500)
-        self.host = HostTier(2, 8 * HOST_SLOT_BYTES)
-        self.nvme = FaultyTier(NvmeTier(folder, 2, 8 * NVME_SLOT_BYTES), SlabBytes(folder))
-        self.reports: queue.Queue[Moved] = queue.Queue()
-        self.hooks: list[Callable[[str, Move], None]] = []
-        self.mover = self.make_mover(MoverThreads(2, 2, 1))
-        self._numbers = iter(range(1, 10_000))
-
-    def make_mover(self, threads: MoverThreads) -> Mover:
-        return Mover(self.host, {TierName.NVME: self.nvme}, self.report, threads, self._at)
-
-    def report(self, ended: Sequence[Moved]) -> None:
-        for moved in ended:
-            self.reports.put(moved)
-
-    def open(self) -> None:
-        self.host.open()
-        self.nvme.open()
-        self.mover.open()
-        self.mover.attach(SESSION, HostPages(self.memory, LAYOUT))
-
-    def close(self) -> None:
-        self.mover.close()
-        self.nvme.close()
-        self.host.close()
-
-    def move(self, kind: MoveKind, seed: int = 1, *, slot: int = 0, at: int = 0) -> Move:
-        """A Move of chunk ``seed`` between host slot ``slot``, NVMe slot ``at`` and blocks."""
-        host = Place(TierName.HOST, 1, slot, HOST_SLOT_BYTES)
-        nvme = Place(TierName.NVME, 0, at, NVME_SLOT_BYTES)
-        source, target = {
-            MoveKind.STORE: (None, host), MoveKind.LOAD: (host, None),
-            MoveKind.READ: (nvme, host), MoveKind.WRITE: (host, nvme), MoveKind.ERASE: (None, nvme),
-        }[kind]  # fmt: skip
-        copies = kind in (MoveKind.STORE, MoveKind.LOAD)
-        return Move(
-            id=MoveID(next(self._numbers)), kind=kind, header=sample_header(seed, PAYLOAD_BYTES),
-            source=source, target=target, session=SESSION if copies else None,
-            blocks=((0, packed(3, 9)),) if copies else (),
-        )  # fmt: skip
-
-    def run(self, move: Move) -> MoveStatus:
-        self.mover.submit(move)
-        moved = self.reports.get(timeout=60)
-        assert moved.move == move.id
-        return moved.status
-
-    def slot(self, slot: int = 0) -> np.ndarray:
-        return self.host.view(Place(TierName.HOST, 1, slot, HOST_SLOT_BYTES), PAYLOAD_BYTES)
-
-    def image(self) -> np.ndarray:
-        """The chunk in blocks 3 and 9, in canonical order."""
-        parts = [self.memory[b * 4096 : (b + 1) * 4096] for b in (3, 9)]
-        parts += [self.memory[65_536 + b * 1500 : 65_536 + (b + 1) * 1500] for b in (3, 9)]
-        return np.concatenate(parts)
-
-    def _at(self, point: str, move: Move) -> None:
-        for hook in self.hooks:
-            hook(point, move)
+from tests.mover_bench import PAYLOAD_BYTES, SESSION, MoverBench
 
 
 @pytest.fixture
@@ -363,62 +284,6 @@ def test_every_move_is_reported_once_under_faults(bench: MoverBench) -> None:
     lanes = bench.mover.stats().lanes
     assert sum(sum(lane.done.values()) for lane in lanes) == len(moves)
     assert all(lane.queued == lane.running == 0 for lane in lanes)
-
-
-def transfer(bench: MoverBench, kind: MoveKind, number: int, chunks: int) -> list[Move]:
-    """The Moves of one store or retrieve."""
-    moves = [bench.move(kind, slot=n % 8) for n in range(chunks)]
-    return [dataclasses.replace(move, transfer=number) for move in moves]
-
-
-def carried_out(
-    bench: MoverBench, moves: Sequence[Move]
-) -> tuple[list[MoveID], list[list[MoveID]]]:
-    """Have one copy thread carry out Moves that all wait when it begins the first: the order in
-    which they begin, and how they are reported."""
-    stopped, go, all_told = threading.Event(), threading.Event(), threading.Event()
-    begun: list[MoveID] = []
-    reported: list[list[MoveID]] = []
-
-    def report(ended: Sequence[Moved]) -> None:
-        reported.append([moved.move for moved in ended])
-        if sum(map(len, reported)) == 1 + len(moves):
-            all_told.set()
-
-    def at(point: str, move: Move) -> None:
-        if point == "begin":
-            begun.append(move.id)
-            stopped.set()
-            _wait(go)
-
-    mover = Mover(bench.host, {}, report, MoverThreads(1, 1, 1), at)
-    mover.attach(SESSION, HostPages(bench.memory, LAYOUT))
-    mover.open()
-    mover.submit(bench.move(MoveKind.STORE))
-    _wait(stopped)
-    for move in moves:
-        mover.submit(move)
-    go.set()
-    _wait(all_told)
-    mover.close()
-    return begun[1:], reported[1:]
-
-
-def test_loads_overtake_stores(bench: MoverBench) -> None:
-    """An engine waits for its retrieve: it doesn't stand in line behind what others store."""
-    stores = transfer(bench, MoveKind.STORE, 1, 6)
-    loads = transfer(bench, MoveKind.LOAD, 2, 6)
-    begun, _ = carried_out(bench, [*stores, *loads])
-    assert begun == [move.id for move in [*loads, *stores]]
-
-
-def test_moves_of_a_transfer_are_reported_together(bench: MoverBench) -> None:
-    """Each report wakes the loop, so one does for several chunks, but only while enough wait to
-    keep the threads busy, and no transfer's end is held back by another's."""
-    first, second = (transfer(bench, MoveKind.STORE, number, 6) for number in (1, 2))
-    _, reported = carried_out(bench, [*first, *second])
-    ids = [move.id for move in [*first, *second]]
-    assert reported == [ids[:6], ids[6:10], ids[10:11], ids[11:]]
 
 
 def _wait(event: threading.Event) -> None:

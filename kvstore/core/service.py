@@ -320,7 +320,7 @@ class Service:
         """Tell tickets what committed or failed, and consider what committed for NVMe."""
         state = self._state
         trees = state.directory.trees()
-        while any(tree.noted() for tree in trees):
+        while any(map(_noted, trees)):
             for tree in trees:
                 for reason, count in tree.lost.items():
                     state.drop(reason, count)
@@ -354,3 +354,8 @@ class Service:
                 session.moves += 1
         state.effects += moves
         self._settle()
+
+
+def _noted(tree: Tree) -> bool:
+    """Whether a tree has something that nobody has taken."""
+    return bool(tree.settled or tree.committed or tree.lost or tree.changed)

@@ -57,10 +57,6 @@ class Tree:
         self._last_rooted: Copy | None = None
         self._uses = 0
 
-    def noted(self) -> bool:
-        """Whether something has settled, committed, been lost or changed that nobody has taken."""
-        return bool(self.settled or self.committed or self.lost or self.changed)
-
     # ------------------------------------------------------------ reading
 
     def find(self, space: Space, key: bytes) -> Copy | None:

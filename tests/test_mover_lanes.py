@@ -1,0 +1,90 @@
+"""The mover's lanes: what goes first, and when an end is reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.core.messages import (
+    Move,
+    Moved,
+    MoveID,
+    MoveKind,
+)
+from kvstore.device.pages import HostPages
+from kvstore.mover import Mover, MoverThreads
+from tests.mover_bench import LAYOUT, SESSION, MoverBench
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[MoverBench]:
+    bench = MoverBench(tmp_path)
+    bench.open()
+    yield bench
+    bench.close()
+    assert bench.reports.empty(), "a Move was reported twice"
+
+
+def transfer(bench: MoverBench, kind: MoveKind, number: int, chunks: int) -> list[Move]:
+    """The Moves of one store or retrieve."""
+    moves = [bench.move(kind, slot=n % 8) for n in range(chunks)]
+    return [dataclasses.replace(move, transfer=number) for move in moves]
+
+
+def carried_out(
+    bench: MoverBench, moves: Sequence[Move]
+) -> tuple[list[MoveID], list[list[MoveID]]]:
+    """Have one copy thread carry out Moves that all wait when it begins the first: the order in
+    which they begin, and how they are reported."""
+    stopped, go, all_told = threading.Event(), threading.Event(), threading.Event()
+    begun: list[MoveID] = []
+    reported: list[list[MoveID]] = []
+
+    def report(ended: Sequence[Moved]) -> None:
+        reported.append([moved.move for moved in ended])
+        if sum(map(len, reported)) == 1 + len(moves):
+            all_told.set()
+
+    def at(point: str, move: Move) -> None:
+        if point == "begin":
+            begun.append(move.id)
+            stopped.set()
+            wait(go)
+
+    mover = Mover(bench.host, {}, report, MoverThreads(1, 1, 1), at)
+    mover.attach(SESSION, HostPages(bench.memory, LAYOUT))
+    mover.open()
+    mover.submit(bench.move(MoveKind.STORE))
+    wait(stopped)
+    for move in moves:
+        mover.submit(move)
+    go.set()
+    wait(all_told)
+    mover.close()
+    return begun[1:], reported[1:]
+
+
+def test_loads_overtake_stores(bench: MoverBench) -> None:
+    """An engine waits for its retrieve: it doesn't stand in line behind what others store."""
+    stores = transfer(bench, MoveKind.STORE, 1, 6)
+    loads = transfer(bench, MoveKind.LOAD, 2, 6)
+    begun, _ = carried_out(bench, [*stores, *loads])
+    assert begun == [move.id for move in [*loads, *stores]]
+
+
+def test_moves_of_a_transfer_are_reported_together(bench: MoverBench) -> None:
+    """Each report wakes the loop, so one does for several chunks, but only while enough wait to
+    keep the threads busy, and no transfer's end is held back by another's."""
+    first, second = (transfer(bench, MoveKind.STORE, number, 6) for number in (1, 2))
+    _, reported = carried_out(bench, [*first, *second])
+    ids = [move.id for move in [*first, *second]]
+    assert reported == [ids[:6], ids[6:10], ids[10:11], ids[11:]]
+
+
+def wait(event: threading.Event) -> None:
+    """Wait for what must happen."""
+    assert event.wait(60)
