@@ -26,7 +26,7 @@ from kvstore import ChunkKeys
 from kvstore.codecs import base as codecs
 from kvstore.core.errors import ChunkCorruptError
 from kvstore.memory import advise_huge_pages, map_anonymous
-from kvstore.tiers.slabs import aligned_empty
+from kvstore.tiers.block_io import aligned_empty
 
 _READ_SETS = 3
 _WRITE_SETS = 4

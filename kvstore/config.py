@@ -63,6 +63,7 @@ SCHEMA: tuple[Setting, ...] = (
     Setting("nvme.path", kinds.PATH, "auto", "folder of the NVMe tier"),
     Setting("nvme.slab_size", kinds.SLAB, "auto", "size of one slab file"),
     Setting("nvme.direct_io", kinds.choice("auto", "on", "off"), "auto", "O_DIRECT on slab files"),
+    Setting("nvme.prewrite", kinds.AMOUNT, "auto", "slab files written ahead of their use"),
     Setting("nvme.write_budget", kinds.RATE, "0", "bytes a second that may enter NVMe"),
     Setting(
         "nvme.admit_after", kinds.integer(1, 255), "1", "a chunk enters NVMe at its n-th store"

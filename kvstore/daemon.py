@@ -324,7 +324,13 @@ def policy(name: str) -> Callable[[], Policy]:
 def _nvme_tier(config: NvmeConfig) -> NvmeTier | None:
     if not config.size:
         return None
-    return NvmeTier(config.path, config.slabs(), config.slab_size, _DIRECT[config.direct_io])
+    return NvmeTier(
+        config.path,
+        config.slabs(),
+        config.slab_size,
+        _DIRECT[config.direct_io],
+        ahead_bytes=config.prewrite,
+    )
 
 
 def _limits(config: Config) -> Limits:

@@ -16,6 +16,7 @@ from kvstore.core.messages import Clear, Cleared, Refused
 from kvstore.core.stats import CoreStats
 from kvstore.server import ServerStats
 from kvstore.tiers.base import TierIOStats
+from kvstore.units import format_size
 
 if TYPE_CHECKING:
     from kvstore.daemon import Daemon
@@ -104,7 +105,7 @@ class DaemonSource:
 
 def _in_out(stats: TierIOStats) -> InOut:
     return InOut(
-        mode=f"{stats.mode} I/O",
+        mode=f"{stats.mode} I/O, {format_size(stats.ahead_bytes)} written ahead",
         reads=stats.reads,
         read_bytes=stats.bytes_read,
         read_busy_s=stats.read_s,

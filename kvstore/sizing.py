@@ -64,13 +64,14 @@ class HostConfig:
 
 @dataclass(frozen=True, slots=True)
 class NvmeConfig:
-    """``size`` 0: no NVMe tier. ``direct_io`` is auto, on or off; ``write_budget`` is bytes a
-    second."""
+    """``size`` 0: no NVMe tier. ``direct_io`` is auto, on or off; ``prewrite`` is bytes that are
+    written ahead, ``write_budget`` bytes a second."""
 
     size: int
     path: Path
     slab_size: int
     direct_io: str
+    prewrite: int
     write_budget: int
     admit_after: int
 
@@ -230,6 +231,7 @@ def _fit_nvme(settings: Settings, machine: Machine, host_slab: int) -> NvmeConfi
         path=settings.nvme_path(),
         slab_size=slab,
         direct_io=settings.text("nvme.direct_io"),
+        prewrite=settings.amount("nvme.prewrite").resolve(size, min(GIB, size // 8)),
         write_budget=settings.integer("nvme.write_budget"),
         admit_after=settings.integer("nvme.admit_after"),
     )

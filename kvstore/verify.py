@@ -24,11 +24,11 @@ from kvstore.core.keys import ChunkKey
 from kvstore.core.layout import Part
 from kvstore.core.messages import ChunkHeader
 from kvstore.tiers import manifest
+from kvstore.tiers.block_io import aligned_empty
 from kvstore.tiers.lock import FolderLock
 from kvstore.tiers.manifest import Manifest
 from kvstore.tiers.regular_file import open_regular
 from kvstore.tiers.slab_files import slab_files
-from kvstore.tiers.slabs import aligned_empty
 
 
 class Verdict(Enum):

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from kvstore.core.errors import ChunkCorruptError
 from kvstore.core.messages import ChunkHeader, Place, TierName
 from kvstore.testing import pattern, sample_header, scanned
+from kvstore.tiers.block_io import BlockIO
 from kvstore.tiers.nvme import NvmeTier
-from kvstore.tiers.slabs import BlockIO
 
 SLOT_BYTES = 16_384
 SLAB_BYTES = 8 * SLOT_BYTES
@@ -134,7 +134,8 @@ import numpy as np
 from kvstore.testing import pattern, sample_header
 from kvstore.core.messages import Place, TierName
 from kvstore.tiers.nvme import NvmeTier
-from kvstore.tiers.slabs import BlockIO, DirectIO
+from kvstore.tiers.block_io import BlockIO
+from kvstore.tiers.slabs import DirectIO
 
 class Dies(BlockIO):
     left = int(sys.argv[2])

@@ -27,6 +27,7 @@ SAMPLES = {
     "nvme.path": "/data/kv",
     "nvme.slab_size": "128MiB",
     "nvme.direct_io": "off",
+    "nvme.prewrite": "512MiB",
     "nvme.write_budget": "200MiB",
     "nvme.admit_after": "2",
     "eviction": "fifo",

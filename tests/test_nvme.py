@@ -25,8 +25,9 @@ from kvstore.core.errors import (
 from kvstore.core.messages import Place, TierName
 from kvstore.testing import SlabBytes, pattern, sample_header
 from kvstore.tiers.base import ChunkForeignError
+from kvstore.tiers.block_io import aligned_empty
 from kvstore.tiers.nvme import NvmeTier
-from kvstore.tiers.slabs import DirectIO, aligned_empty
+from kvstore.tiers.slabs import DirectIO
 from tests.nvme_bench import (
     PAYLOAD_BYTES,
     SLAB_BYTES,

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from kvstore.core.messages import Place, ScannedSlot, TierName
 from kvstore.testing import SlabBytes, pattern, sample_header, scanned
+from kvstore.tiers.block_io import BlockIO
 from kvstore.tiers.nvme import VERIFY_NEWEST, NvmeTier
-from kvstore.tiers.slabs import BlockIO, DirectIO
+from kvstore.tiers.slabs import DirectIO
 from tests.nvme_bench import (
     PAYLOAD_BYTES,
     SLAB_BYTES,

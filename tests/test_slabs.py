@@ -19,8 +19,9 @@ from kvstore.core.errors import (
     TierUnavailableError,
 )
 from kvstore.testing import pattern, scanned
+from kvstore.tiers.block_io import BlockIO
 from kvstore.tiers.nvme import NvmeTier
-from kvstore.tiers.slabs import BlockIO, DirectIO, SlabFolder
+from kvstore.tiers.slabs import DirectIO, SlabFolder
 from tests.nvme_bench import (
     KINDS,
     PAYLOAD_BYTES,

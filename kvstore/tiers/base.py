@@ -31,7 +31,8 @@ class TierIOStats:
     """What a tier has read and written since it was opened. ``busy_s`` sums the time of all
     threads inside reads, writes and erasures; ``errors`` counts operations that failed, corrupt
     and foreign chunks included. ``failing`` is the last error of a kind of operation that the
-    device refused FAILING_AFTER times in a row, empty where there is none."""
+    device refused FAILING_AFTER times in a row, empty where there is none. ``ahead_bytes`` of files
+    are written ahead of their use."""
 
     name: str
     mode: str
@@ -45,6 +46,7 @@ class TierIOStats:
     erase_s: float
     errors: int
     failing: str = ""
+    ahead_bytes: int = 0
 
 
 class Tier(Protocol):
@@ -111,7 +113,22 @@ class IOCounter:
         self._bytes = dict.fromkeys(IOKind, 0)
         self._seconds = dict.fromkeys(IOKind, 0.0)
         self._errors = 0
+        self._running = 0
         self._refused: dict[IOKind, list[str]] = {kind: [] for kind in IOKind}
+
+    def begin(self) -> None:
+        """An operation begins."""
+        with self._lock:
+            self._running += 1
+
+    def end(self) -> None:
+        """It has ended, well or not."""
+        with self._lock:
+            self._running -= 1
+
+    def idle(self) -> bool:
+        """Whether none is running."""
+        return not self._running
 
     def add(self, kind: IOKind, nbytes: int, seconds: float) -> None:
         """Count an operation that succeeded."""

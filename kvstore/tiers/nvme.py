@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,10 +39,11 @@ from kvstore.core.errors import (
 from kvstore.core.messages import ChunkHeader, Place, SpaceRecord, TierName
 from kvstore.tiers import manifest
 from kvstore.tiers.base import ChunkForeignError, IOCounter, IOKind, ScanReport, TierIOStats
+from kvstore.tiers.block_io import BLOCK_BYTES, BlockIO, aligned_empty
 from kvstore.tiers.lock import FolderLock
 from kvstore.tiers.manifest import Manifest
 from kvstore.tiers.scan import SlabScan
-from kvstore.tiers.slabs import BLOCK_BYTES, BlockIO, DirectIO, SlabFolder, aligned_empty
+from kvstore.tiers.slabs import DirectIO, SlabFolder
 from kvstore.tiers.vector import slot_vector
 
 _log = logging.getLogger(__name__)
@@ -54,7 +56,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class NvmeTier:
-    """The tier in ``folder``: at most ``slabs`` files of ``slab_bytes``. Thread-safe."""
+    """The tier in ``folder``: at most ``slabs`` files of ``slab_bytes``, of which ``ahead_bytes``
+    are written ahead of their use. Thread-safe."""
 
     name = TierName.NVME
 
@@ -65,10 +68,12 @@ class NvmeTier:
         slab_bytes: int,
         direct: DirectIO = DirectIO.AUTO,
         io: BlockIO | None = None,
+        ahead_bytes: int = 0,
     ) -> None:
         self.folder = folder
         self.slabs = slabs
         self.slab_bytes = slab_bytes
+        self._ahead_bytes = ahead_bytes
         self._lock = FolderLock(folder)
         self._files = SlabFolder(folder, slab_bytes, direct, io or BlockIO())
         self._codec = IdentityCodec()
@@ -196,7 +201,8 @@ class NvmeTier:
 
     def stats(self) -> TierIOStats:
         """A snapshot."""
-        return self._counter.stats(self.name.value, self._files.mode)
+        stats = self._counter.stats(self.name.value, self._files.mode)
+        return replace(stats, ahead_bytes=self._files.ahead_bytes())
 
     def _make_folder(self) -> None:
         try:
@@ -226,6 +232,7 @@ class NvmeTier:
         self._was_clean = found is None or found.clean
         self._spaces = found.spaces if found else ()
         manifest.save(self.folder, Manifest(self.slab_bytes, False, self._spaces))
+        self._files.open_spares(self._ahead_bytes, self._counter.idle)
 
     def _let_go(self) -> None:
         self._files.close()
@@ -288,6 +295,7 @@ class NvmeTier:
     def _operation(self, kind: IOKind, place: Place, nbytes: int) -> Iterator[None]:
         """Times and counts one operation, and maps what the system raises."""
         start = time.perf_counter()
+        self._counter.begin()
         try:
             yield
         except OSError as error:
@@ -300,6 +308,8 @@ class NvmeTier:
         except ChunkCorruptError:
             self._counter.fail()
             raise
+        finally:
+            self._counter.end()
         self._counter.add(kind, nbytes, time.perf_counter() - start)
 
 

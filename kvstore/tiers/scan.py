@@ -22,7 +22,8 @@ from kvstore.codecs.base import HEADER_BYTES, is_free, unpack
 from kvstore.core.errors import ChunkCorruptError
 from kvstore.core.messages import ChunkHeader, Place, ScannedSlot, TierName
 from kvstore.tiers.base import SCAN_BATCH_SLOTS, ScanReport
-from kvstore.tiers.slabs import SlabFolder, aligned_empty
+from kvstore.tiers.block_io import aligned_empty
+from kvstore.tiers.slabs import SlabFolder
 
 _log = logging.getLogger(__name__)
 

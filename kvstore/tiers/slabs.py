@@ -14,25 +14,22 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvstore.core.errors import TierUnavailableError
 from kvstore.core.messages import Place
 from kvstore.tiers import lock, manifest
+from kvstore.tiers.block_io import BLOCK_BYTES, BlockIO, aligned_empty
 from kvstore.tiers.regular_file import open_regular
 from kvstore.tiers.slab_files import is_slot_size, slab_files, slab_name
+from kvstore.tiers.spares import Spares
 
 _log = logging.getLogger(__name__)
 
-BLOCK_BYTES = 4096
-"""What offsets, lengths and addresses of direct I/O are multiples of."""
 OPEN_FILES_MAX = 128
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -46,31 +43,6 @@ class DirectIO(Enum):
     OFF = "off"
 
 
-class BlockIO:
-    """The system calls on slab files, in one place so that a test can break them."""
-
-    def preadv(self, fd: int, buffers: Sequence[NDArray[np.uint8]], offset: int) -> int:
-        """Read into buffers; returns the bytes read, maybe fewer than asked for."""
-        return os.preadv(fd, [buffer.data for buffer in buffers], offset)
-
-    def pwritev(
-        self, fd: int, buffers: Sequence[NDArray[np.uint8]], offset: int, flags: int = 0
-    ) -> int:
-        """Write buffers; returns the bytes written, maybe fewer than asked for."""
-        return os.pwritev(fd, [buffer.data for buffer in buffers], offset, flags)
-
-    def allocate(self, fd: int, nbytes: int) -> None:
-        """Reserve the file's first ``nbytes`` on the device, so that later writes find room."""
-        os.posix_fallocate(fd, 0, nbytes)
-
-
-def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
-    """An uninitialised buffer that starts at a multiple of BLOCK_BYTES."""
-    buffer = np.empty(nbytes + BLOCK_BYTES, np.uint8)
-    start = -buffer.ctypes.data % BLOCK_BYTES
-    return buffer[start : start + nbytes]
-
-
 @dataclass(slots=True)
 class _OpenFile:
     fd: int
@@ -78,7 +50,8 @@ class _OpenFile:
 
 
 class SlabFolder:
-    """The slab files of one folder; thread-safe. Owns their descriptors."""
+    """The slab files of one folder; thread-safe. Owns their descriptors, and the spares that take
+    their places (``open_spares``)."""
 
     def __init__(self, folder: Path, slab_bytes: int, direct: DirectIO, io: BlockIO) -> None:
         self.slab_bytes = slab_bytes
@@ -93,11 +66,14 @@ class SlabFolder:
         self._cut: dict[int, int] = {}
         self._whole: set[tuple[int, int]] = set()
         self._written: set[tuple[int, int]] = set()
+        self._slabs = 0
+        self._spares = Spares(folder, slab_bytes, io, self._room)
 
     def open(self, slabs: int) -> None:
         """Find out what the file system can and which slabs exist; files beyond the limit of
         ``slabs`` are removed. Raises TierUnavailableError where REQUIRED direct I/O is refused."""
         self._choose_mode()
+        self._slabs = slabs
         found = slab_files(self._folder, self.slab_bytes)
         for file in found.replaced:
             self._remove(file.slab, file.slot_bytes, "the slab has a newer file")
@@ -112,8 +88,18 @@ class SlabFolder:
                 self._folder, len(found.strange), ", ".join(found.strange[:10]),
             )  # fmt: skip
 
+    def open_spares(self, ahead_bytes: int, idle: Callable[[], bool]) -> None:
+        """Keep so many bytes of files written ahead, in the background, while ``idle()``. Raises
+        OSError and TierUnavailableError."""
+        self._spares.open(ahead_bytes, self.direct, idle)
+
+    def ahead_bytes(self) -> int:
+        """Bytes of whole files that are written and wait for a slab to be cut."""
+        return self._spares.ready_bytes()
+
     def close(self) -> None:
         """Close all files. Idempotent."""
+        self._spares.close()
         with self._lock:
             while self._open:
                 os.close(self._open.popitem()[1].fd)
@@ -134,7 +120,9 @@ class SlabFolder:
         return is_slot_size(slot_bytes, self.slab_bytes)
 
     def remove_all(self, why: str) -> None:
-        """Remove every slab file."""
+        """Remove every slab file and spare."""
+        for name in slab_files(self._folder, self.slab_bytes).spares:
+            (self._folder / name).unlink()
         for slab, slot_bytes in self.slabs().items():
             self._remove(slab, slot_bytes, why)
         manifest.sync_folder(self._folder)
@@ -194,8 +182,10 @@ class SlabFolder:
         path = self._path(slab, slot_bytes)
         if not path.exists():
             old = None
+        nbytes = slot_bytes * self.slots(slot_bytes)
+        spare = not os.path.lexists(path) and self._spares.take(path, nbytes)
         # A descriptor of its own, not direct: the emulation of fallocate writes single bytes.
-        fd = open_regular(path, os.O_RDWR | (0 if old else os.O_CREAT | os.O_TRUNC))
+        fd = open_regular(path, os.O_RDWR | (0 if old or spare else os.O_CREAT | os.O_TRUNC))
         try:
             self._allocate(fd, slot_bytes)
         except OSError:
@@ -227,6 +217,11 @@ class SlabFolder:
             os.ftruncate(fd, min(before.st_size, nbytes) // slot_bytes * slot_bytes)
             raise
         os.fsync(fd)
+
+    def _room(self) -> int:
+        """Files that may be there beside the slabs'."""
+        with self._lock:
+            return self._slabs - len(self._cut)
 
     def _remove(self, slab: int, slot_bytes: int, why: str) -> None:
         key = (slab, slot_bytes)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.codecs.base import HEADER_BYTES
-from kvstore.tiers.slabs import BLOCK_BYTES, BlockIO, aligned_empty
+from kvstore.tiers.block_io import BLOCK_BYTES, BlockIO, aligned_empty
 
 _Bytes = NDArray[np.uint8]
 

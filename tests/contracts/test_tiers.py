@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from kvstore.core.messages import Place, TierName
 from kvstore.testing import FaultyTier, SlabBytes, TierContract
+from kvstore.tiers.block_io import BlockIO
 from kvstore.tiers.nvme import NvmeTier
-from kvstore.tiers.slabs import BlockIO, DirectIO
+from kvstore.tiers.slabs import DirectIO
 
 SLOT_BYTES = 4096 + 32_768
 SLAB_BYTES = 4 * SLOT_BYTES
