@@ -21,7 +21,7 @@ FOR_TEST := .[transformers,dev]
 retry = for try in 1 2 3; do $(1) && break; [ $$try -lt 3 ] || exit 1; echo "trying again: $(1)"; sleep 5; done
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-vllm sim check bench proto wheel format clean
+.PHONY: help run test test-vllm sim check bench bench-peers proto wheel format clean
 
 help: ## list the targets
 	@echo "kvstore: make TARGET [ARGS=...]"
@@ -50,6 +50,10 @@ check: $(VENV)/.dev ## ruff, mypy --strict, the rules of the code base, and gene
 
 bench: $(VENV)/.dev ## measure (bench/README.md); GATE=1 fails by bars that aren't met; ARGS="--only lookup"
 	@$(BIN)/python -m bench $(if $(GATE),--gate) $(ARGS)
+
+bench-peers: $(VENV)/.dev ## measure LMCache and Mooncake beside it; builds environments for them (2 GB, minutes, once)
+	@$(BIN)/python -m bench.peer_lmcache --build $(ARGS)
+	@$(BIN)/python -m bench.peer_mooncake --build $(ARGS)
 
 proto: $(VENV)/.dev ## generate the protobuf code again
 	$(BIN)/python proto/generate.py
