@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; 0, or with --gate 1 where a bar isn't met."""
     options = _parse(argv)
     chosen = [q for q in QUESTIONS if not options.only or q.name in options.only]
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # to clean up
     out = sys.stderr if options.json else sys.stdout
     watch = Watch.begin()
     started_s = time.monotonic()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bench.daemon import BenchDaemon
-from bench.harness import MILLI, Bench, Question, Size, at_most
+from bench.harness import MILLI, Bench, Question, Size, at_most, p50
 from kvstore import Client
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class _Sizes:
     rounds: int
 
 
-_SIZES = {Size.FULL: _Sizes(1024, 3, 4), Size.SMALL: _Sizes(160, 2, 2)}
+_SIZES = {Size.FULL: _Sizes(512, 3, 4), Size.SMALL: _Sizes(160, 2, 2)}
 
 
 class Sides:
@@ -91,17 +91,19 @@ def measure(bench: Bench) -> None:
         _round(sides, _prompts(chance, sizes), 0)
         runs = []
         for _ in range(bench.runs):
-            taken: dict[str, list[float]] = {"with": [], "without": []}
-            for number in range(sizes.rounds):
-                for side, seconds in _round(sides, _prompts(chance, sizes), number).items():
-                    taken[side] += seconds
-            runs.append({side: sum(seconds) / len(seconds) for side, seconds in taken.items()})
+            rounds = [_round(sides, _prompts(chance, sizes), n) for n in range(sizes.rounds)]
+            runs.append({side: [sum(r[side]) for r in rounds] for side in ("with", "without")})
+    ratios = [
+        p50([ours / theirs for ours, theirs in zip(run["with"], run["without"], strict=True)])
+        for run in runs
+    ]
     with_ms, without_ms = (
-        ", ".join(f"{run[side] * MILLI:.0f}" for run in runs) for side in ("with", "without")
+        ", ".join(f"{p50(run[side]) / sizes.prompts * MILLI:.0f}" for run in runs)
+        for side in ("with", "without")
     )
     bench.row(
         f"random prompts of {sizes.tokens:,} tokens: first token, by without kvstore",
-        "x", [run["with"] / run["without"] for run in runs], at_most(1.03),
+        "x", ratios, at_most(1.03),
         f"{model.name.rpartition('/')[2]}: with {with_ms} ms, without {without_ms} ms",
     )  # fmt: skip
 
