@@ -66,7 +66,8 @@ class Client:
         """Register one rank's shard of an engine's KV memory.
 
         The descriptor is duplicated, the memory stays the caller's. Raises LayoutMismatchError for
-        a layout, shard or memory that doesn't fit, here or in the daemon's judgement, and
+        a layout, shard or memory that doesn't fit, here or in the daemon's judgement, CapacityError
+        where the daemon is at a limit, ConfigError for a credential that it doesn't know, and
         ProtocolError for a daemon of another version. Where the daemon is away the session
         registers as soon as it is there.
         """
@@ -81,7 +82,7 @@ class Client:
     def attach(self, engine_id: str) -> SchedulerSession:
         """Join an engine without memory, as its scheduler; the engine need not exist yet.
 
-        Raises ProtocolError where the daemon refuses, for instance as one of another version.
+        Raises CapacityError, ConfigError and ProtocolError as ``register`` does.
         """
         check_text("engine_id", engine_id)
         attaching = Attaching(engine_id, self._credential)

@@ -21,10 +21,11 @@ from kvstore.client_counts import LinkCounts
 from kvstore.client_joining import Join, check_engine
 from kvstore.client_tickets import Ticket
 from kvstore.client_waiters import Answer, Until, Waiter
-from kvstore.core.errors import CapacityError, KVStoreError, LayoutMismatchError, ProtocolError
+from kvstore.core.errors import CapacityError, KVStoreError, ProtocolError
 from kvstore.core.messages import HitStatus
 from kvstore.proto_gen import engine_pb2 as pb
 from kvstore.wire import hello, hello_mismatch
+from kvstore.wire_messages import read_refusal
 
 OVERDUE_RETRY_S = 5.0
 """A daemon that owes an answer is asked again after this long, in case it never comes."""
@@ -352,9 +353,7 @@ class Link:
 
     def _refused(self, number: int, message: pb.DaemonMessage) -> None:
         if self.phase in (Phase.GREETING, Phase.JOINING):
-            registers = self._joining.kind == pb.ClientMessage.REGISTER
-            error = LayoutMismatchError if registers else ProtocolError
-            self._refuse(error(message.reason))
+            self._refuse(read_refusal(message))
         elif number == 0:
             self._over(message.reason)
         elif number in self._tickets:

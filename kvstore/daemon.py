@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from kvstore.core.errors import ConfigError, InvariantError, KVStoreError, LayoutMismatchError
+from kvstore.core.errors import ConfigError, InvariantError, KVStoreError
 from kvstore.core.eviction import POLICIES, Policy
 from kvstore.core.limits import Limits, Partial, TierLimits
 from kvstore.core.messages import Event, Moved, Persist, ScanDone, Scanned, ScannedSlot, TierName
@@ -357,7 +357,7 @@ def _tenant(credential: str, user: int) -> str:
     """The tenant of a peer: its user. Credentials come with a later version, and one that can't be
     checked is refused rather than ignored."""
     if credential:
-        raise LayoutMismatchError(
+        raise ConfigError(
             "credential: this daemon knows none; give none, and the tenant is the peer's user"
         )
     return f"uid:{user}"

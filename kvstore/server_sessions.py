@@ -24,6 +24,7 @@ from typing import Any
 from kvstore.core.errors import InvariantError, KVStoreError, LayoutMismatchError, ProtocolError
 from kvstore.core.messages import (
     Attach,
+    Cause,
     Event,
     Refused,
     Register,
@@ -50,6 +51,7 @@ from kvstore.wire_messages import (
     read_engine,
     read_registration,
     read_request,
+    refused_as,
     write_hello,
     write_reply,
 )
@@ -102,7 +104,7 @@ class Sessions:
         if len(self._connections) >= CONNECTIONS_MAX:
             self.counts.connections_refused += 1
             reason = f"the daemon has {CONNECTIONS_MAX} connections already"
-            connection.send(write_reply(0, Refused(reason)))
+            connection.send(write_reply(0, Refused(reason, Cause.LIMIT)))
             connection.close()
             return
         self._connections[connection.session] = connection
@@ -156,7 +158,7 @@ class Sessions:
     def broken(self, connection: Connection, reason: str) -> None:
         """The peer broke the protocol: say so, then end the session."""
         self.counts.protocol_errors += 1
-        connection.send(write_reply(0, Refused(reason)))
+        connection.send(write_reply(0, Refused(reason, Cause.PROTOCOL)))
         self.lost(connection, f"it broke the protocol: {reason}")
 
     def lost(self, connection: Connection, reason: str) -> None:
@@ -211,16 +213,16 @@ class Sessions:
     def _fail(self, connection: Connection, number: int, error: BaseException) -> None:
         """Answer a request that can't be carried out, or whose handling has a bug."""
         if isinstance(error, KVStoreError):
-            self._refuse(connection, number, str(error))
+            self._refuse(connection, number, refused_as(error))
             return
         self.counts.internal_errors += 1
         name = _name(connection)
         _log.error("session %d of engine %s: a request failed", *name, exc_info=error)
-        self._refuse(connection, number, f"internal error: {type(error).__name__}")
+        self._refuse(connection, number, Refused(f"internal error: {type(error).__name__}"))
 
-    def _refuse(self, connection: Connection, number: int, reason: str) -> None:
+    def _refuse(self, connection: Connection, number: int, refused: Refused) -> None:
         self.counts.requests_refused += 1
-        connection.send(write_reply(number, Refused(" ".join(reason.split()))))
+        connection.send(write_reply(number, refused))
 
     def _route(self, connection: Connection, message: pb.ClientMessage) -> None:
         kind = message.kind

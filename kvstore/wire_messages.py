@@ -11,7 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.core.changes import Changes, Watch
-from kvstore.core.errors import LayoutMismatchError, ProtocolError
+from kvstore.core.errors import (
+    CapacityError,
+    ConfigError,
+    KVStoreError,
+    LayoutMismatchError,
+    ProtocolError,
+)
 from kvstore.core.keys import KEY_BYTES, NO_PARENT, ChunkKey, Namespace
 from kvstore.core.layout import (
     GROUPS_MAX,
@@ -24,6 +30,7 @@ from kvstore.core.layout import (
 from kvstore.core.messages import (
     Body,
     Cancel,
+    Cause,
     Completed,
     Done,
     EngineState,
@@ -38,6 +45,14 @@ from kvstore.core.messages import (
 from kvstore.core.messages import Lookup as LookupMessage
 from kvstore.proto_gen import engine_pb2 as pb
 from kvstore.wire import KEYS_MAX, TEXT_BYTES_MAX
+
+_ERRORS: dict[int, type[KVStoreError]] = {
+    Cause.LAYOUT: LayoutMismatchError,
+    Cause.LIMIT: CapacityError,
+    Cause.PROTOCOL: ProtocolError,
+    Cause.SETTING: ConfigError,
+}
+"""What a refusal's cause is to the client; any other is a KVStoreError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +157,9 @@ def write_reply(number: int, body: Body) -> bytes:
             reason=body.reason,
         )
     elif isinstance(body, Refused):
-        message = pb.DaemonMessage(kind=pb.DaemonMessage.REFUSED, id=number, reason=body.reason)
+        message = pb.DaemonMessage(
+            kind=pb.DaemonMessage.REFUSED, id=number, reason=body.reason, cause=body.cause.name
+        )
     elif isinstance(body, EngineState):
         message = pb.DaemonMessage(kind=pb.DaemonMessage.ENGINE, id=number)
         message.engine.engine = body.engine
@@ -162,6 +179,17 @@ def write_reply(number: int, body: Body) -> bytes:
     else:
         raise ProtocolError(f"no message for an answer of type {type(body).__name__}")
     return message.SerializeToString()
+
+
+def refused_as(error: BaseException) -> Refused:
+    """The answer to a request that failed with this error, in one line."""
+    causes = [cause for cause, kind in _ERRORS.items() if isinstance(error, kind)]
+    return Refused(" ".join(str(error).split()), Cause(causes[0]) if causes else Cause.OTHER)
+
+
+def read_refusal(message: pb.DaemonMessage) -> KVStoreError:
+    """The error that a REFUSED is to the client."""
+    return _ERRORS.get(message.cause, KVStoreError)(message.reason)
 
 
 def write_hello(number: int, ours: pb.Hello) -> bytes:

@@ -14,6 +14,7 @@ import pytest
 import kvstore
 from kvstore import Client, HitStatus, ProtocolError
 from kvstore.core.messages import (
+    Cause,
     Completed,
     EngineState,
     Lookup,
@@ -228,7 +229,7 @@ def test_a_refusal_instead_of_hello_is_passed_on(bare: BareDaemon) -> None:
     def refuse() -> None:
         bare.accept()
         bare.receive()
-        bare.send(write_reply(0, Refused("protocol: client 1, daemon 7")))
+        bare.send(write_reply(0, Refused("protocol: client 1, daemon 7", Cause.PROTOCOL)))
         bare.hang_up()
 
     daemon = threading.Thread(target=refuse)

@@ -14,7 +14,9 @@ from kvstore import (
     LayoutMismatchError,
     Shard,
 )
+from kvstore.core.errors import CapacityError, ConfigError, ProtocolError
 from kvstore.core.messages import (
+    Cause,
     Refused,
     Register,
     Reply,
@@ -99,11 +101,25 @@ def test_a_layout_that_does_not_fit_is_refused_before_the_daemon_is_asked(
     assert rig.core.events == []
 
 
-def test_the_daemons_refusal_is_raised_by_register(rig: Rig, engine: Engine) -> None:
-    """A layout that other ranks don't share is an error of use; nothing goes on in the
-    background."""
-    rig.core.answers[Register] = lambda event: [Reply(event.session, event.id, Refused("differs"))]
-    with pytest.raises(LayoutMismatchError, match="differs"):
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        (Cause.LAYOUT, LayoutMismatchError),
+        (Cause.LIMIT, CapacityError),
+        (Cause.PROTOCOL, ProtocolError),
+        (Cause.SETTING, ConfigError),
+        (Cause.OTHER, KVStoreError),
+    ],
+)
+def test_the_daemons_refusal_is_raised_by_register(
+    rig: Rig, engine: Engine, cause: Cause, kind: type[KVStoreError]
+) -> None:
+    """A layout that other ranks don't share is an error of use, a limit one of the moment: the
+    daemon says which; nothing goes on in the background."""
+    refused = Refused("differs", cause)
+    rig.core.answers[Register] = lambda event: [Reply(event.session, event.id, refused)]
+    with pytest.raises(KVStoreError, match="differs") as caught:
         engine.client.register("e1", SPACE, layout(), engine.memory.describe(), Shard())
+    assert type(caught.value) is kind
     eventually(lambda: rig.server.stats().sessions == ())
     assert len(rig.core.requests(Register)) == 1

@@ -278,11 +278,12 @@ def test_watch_prints_again_until_interrupted(daemon: RunningDaemon) -> None:
 
 def test_credential_is_refused_rather_than_ignored(daemon: RunningDaemon) -> None:
     """This version knows none; a tenant that nobody checked would be a lie."""
-    from kvstore import Client, ProtocolError
+    from kvstore import Client
+    from kvstore.core.errors import ConfigError
 
     with (
         Client(daemon.socket, credential="secret") as client,
-        pytest.raises(ProtocolError) as caught,
+        pytest.raises(ConfigError) as caught,
     ):
         client.attach("e1")
     assert "credential: this daemon knows none" in str(caught.value)

@@ -11,14 +11,23 @@ from hypothesis import strategies as st
 
 from kvstore import wire
 from kvstore.core.changes import Changes
-from kvstore.core.errors import KVStoreError, ProtocolError
+from kvstore.core.errors import (
+    CapacityError,
+    ConfigError,
+    KVStoreError,
+    LayoutMismatchError,
+    ProtocolError,
+    TierUnavailableError,
+)
 from kvstore.core.layout import LayerGroup, Layout, Shard, TensorSpan, TokenRows
 from kvstore.core.messages import Completed, Done, EngineState, HitStatus, LookupReply, Refused
 from kvstore.proto_gen import engine_pb2 as pb
 from kvstore.wire_messages import (
     Registration,
+    read_refusal,
     read_registration,
     read_request,
+    refused_as,
     write_registration,
     write_reply,
 )
@@ -119,6 +128,19 @@ def test_answers_are_written_with_their_number() -> None:
     ):
         message = wire.read_daemon_message(write_reply(9, body))
         assert (message.kind, message.id) == (kind, 9)
+
+
+def test_an_error_comes_back_as_what_it_was() -> None:
+    """The daemon's error is the client's, in one line; a cause of a later version is any error."""
+    for error in (
+        LayoutMismatchError("a"), CapacityError("a"), ProtocolError("a"), ConfigError("a"),
+    ):  # fmt: skip
+        message = wire.read_daemon_message(write_reply(9, refused_as(error)))
+        assert type(read_refusal(message)) is type(error)
+    other = wire.read_daemon_message(write_reply(9, refused_as(TierUnavailableError("a\n b"))))
+    assert type(read_refusal(other)) is KVStoreError
+    assert other.reason == "a b"
+    assert type(read_refusal(pb.DaemonMessage(cause=99, reason="b"))) is KVStoreError  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["a\x1b[31m", "a\nforged line", "\u202eevil", "a\x00b"])

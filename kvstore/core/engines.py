@@ -14,6 +14,7 @@ from kvstore.core.layout import Layout, Shard
 from kvstore.core.leases import EngineKey
 from kvstore.core.messages import (
     Attach,
+    Cause,
     EngineState,
     Persist,
     Refused,
@@ -116,9 +117,9 @@ class Engines:
         """Add a worker; refused, it leaves everything as it was."""
         key = (message.tenant, message.engine)
         engine = self._engines.get(key) or Engine(key)
-        reason = self._full(session) or _unfit(engine, message)
-        if reason:
-            return Refused(reason)
+        refused = self._full(session) or _unfit(engine, message)
+        if refused is not None:
+            return refused
         self._engines[key] = engine
         if not engine.workers:
             engine.namespace, engine.shape = message.namespace, message.shard
@@ -131,9 +132,9 @@ class Engines:
 
     def attach(self, session: SessionID, message: Attach) -> Refused | Session:
         """Add a scheduler."""
-        reason = self._full(session)
-        if reason:
-            return Refused(reason)
+        refused = self._full(session)
+        if refused is not None:
+            return refused
         key = (message.tenant, message.engine)
         engine = self._engines.setdefault(key, Engine(key))
         added = Session(session, engine)
@@ -200,25 +201,28 @@ class Engines:
             if engine.space is old:
                 engine.space = new
 
-    def _full(self, session: SessionID) -> str:
+    def _full(self, session: SessionID) -> Refused | None:
         if session in self._sessions:
-            return "this session has registered or attached already; open another connection"
+            reason = "this session has registered or attached already; open another connection"
+            return Refused(reason, Cause.PROTOCOL)
         if len(self._sessions) >= self._sessions_max:
-            return f"{self._sessions_max} sessions are open, which is the limit"
-        return ""
+            reason = f"{self._sessions_max} sessions are open, which is the limit"
+            return Refused(reason, Cause.LIMIT)
+        return None
 
 
-def _unfit(engine: Engine, message: Register) -> str:
-    """Why a worker can't join an engine; empty if it can."""
+def _unfit(engine: Engine, message: Register) -> Refused | None:
+    """Why a worker can't join an engine; None if it can."""
     shard, layout = message.shard, message.layout
     where = f"engine {message.engine!r} rank {shard.rank()}"
     if not engine.workers or engine.shape is None or engine.namespace is None:
-        return ""
+        return None
     holder = engine.workers.get(shard.rank())
     if holder is not None and holder.closing:
-        return f"{where}: transfers of its former session still use its memory; try again"
+        reason = f"{where}: transfers of its former session still use its memory; try again"
+        return Refused(reason, Cause.LIMIT)
     if holder is not None:
-        return f"{where}: registered by a live session already"
+        return Refused(f"{where}: registered by a live session already", Cause.LAYOUT)
     pairs: list[tuple[str, object, object]] = [
         ("(tp_size, pp_size, replicas)", _shape(shard), _shape(engine.shape)),
         ("namespace", message.namespace, engine.namespace),
@@ -234,8 +238,9 @@ def _unfit(engine: Engine, message: Register) -> str:
             pairs.append(("fingerprint of the same KV", layout.fingerprint().hex(), theirs))
     for name, mine, other in pairs:
         if mine != other:
-            return f"{where}: {name}={mine}, but other ranks have {other}"
-    return ""
+            reason = f"{where}: {name}={mine}, but other ranks have {other}"
+            return Refused(reason, Cause.LAYOUT)
+    return None
 
 
 def _shape(shard: Shard) -> tuple[int, int, int]:

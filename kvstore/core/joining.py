@@ -6,6 +6,7 @@ from kvstore.core.engines import Engine, Session
 from kvstore.core.errors import CapacityError
 from kvstore.core.messages import (
     Attach,
+    Cause,
     Refused,
     Register,
     SessionID,
@@ -25,7 +26,8 @@ class Joining:
         state = self._state
         if isinstance(message, Register):
             reason = state.limits.too_large(message.layout)
-            got = Refused(reason) if reason else state.engines.register(session, message)
+            too_large = Refused(reason, Cause.LAYOUT) if reason else None
+            got = too_large or state.engines.register(session, message)
         else:
             got = state.engines.attach(session, message)
         if isinstance(got, Refused):
@@ -46,7 +48,7 @@ class Joining:
         try:
             persist = state.engines.make_ready(engine)
         except CapacityError as error:
-            return Refused(str(error))
+            return Refused(str(error), Cause.LIMIT)
         if persist is not None:
             state.effects.append(persist)
         self.tell(engine, before, but)

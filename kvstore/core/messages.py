@@ -283,11 +283,22 @@ class Done:
     """The request was carried out and there is nothing to tell."""
 
 
+class Cause(IntEnum):
+    """Why a request was refused, for the error that the client raises; on the wire by value."""
+
+    OTHER = 0
+    LAYOUT = 1
+    LIMIT = 2
+    PROTOCOL = 3
+    SETTING = 4
+
+
 @dataclass(frozen=True, slots=True)
 class Refused:
     """The request was refused; ``reason`` is one line for a person."""
 
     reason: str
+    cause: Cause = Cause.OTHER
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class ClientMessage(_message.Message):
     def __init__(self, kind: _Optional[_Union[ClientMessage.Kind, str]] = ..., id: _Optional[int] = ..., request: _Optional[str] = ..., keys: _Optional[bytes] = ..., first: _Optional[int] = ..., parent: _Optional[bytes] = ..., blocks: _Optional[_Iterable[bytes]] = ..., transfer: _Optional[int] = ..., revision: _Optional[str] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., engine: _Optional[str] = ..., credential: _Optional[str] = ...) -> None: ...
 
 class DaemonMessage(_message.Message):
-    __slots__ = ("kind", "id", "reason", "status", "chunks", "done", "cancelled", "hello", "engine", "keys", "kinds", "resync")
+    __slots__ = ("kind", "id", "reason", "status", "chunks", "done", "cancelled", "hello", "engine", "keys", "kinds", "resync", "cause")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         UNSPECIFIED: _ClassVar[DaemonMessage.Kind]
@@ -81,6 +81,18 @@ class DaemonMessage(_message.Message):
     LOOKUP: DaemonMessage.Kind
     COMPLETED: DaemonMessage.Kind
     CHANGES: DaemonMessage.Kind
+    class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        OTHER: _ClassVar[DaemonMessage.Cause]
+        LAYOUT: _ClassVar[DaemonMessage.Cause]
+        LIMIT: _ClassVar[DaemonMessage.Cause]
+        PROTOCOL: _ClassVar[DaemonMessage.Cause]
+        SETTING: _ClassVar[DaemonMessage.Cause]
+    OTHER: DaemonMessage.Cause
+    LAYOUT: DaemonMessage.Cause
+    LIMIT: DaemonMessage.Cause
+    PROTOCOL: DaemonMessage.Cause
+    SETTING: DaemonMessage.Cause
     KIND_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +105,7 @@ class DaemonMessage(_message.Message):
     KEYS_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
     RESYNC_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     kind: DaemonMessage.Kind
     id: int
     reason: str
@@ -105,7 +118,8 @@ class DaemonMessage(_message.Message):
     keys: bytes
     kinds: bytes
     resync: bool
-    def __init__(self, kind: _Optional[_Union[DaemonMessage.Kind, str]] = ..., id: _Optional[int] = ..., reason: _Optional[str] = ..., status: _Optional[int] = ..., chunks: _Optional[int] = ..., done: _Optional[bytes] = ..., cancelled: bool = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., keys: _Optional[bytes] = ..., kinds: _Optional[bytes] = ..., resync: bool = ...) -> None: ...
+    cause: DaemonMessage.Cause
+    def __init__(self, kind: _Optional[_Union[DaemonMessage.Kind, str]] = ..., id: _Optional[int] = ..., reason: _Optional[str] = ..., status: _Optional[int] = ..., chunks: _Optional[int] = ..., done: _Optional[bytes] = ..., cancelled: bool = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., keys: _Optional[bytes] = ..., kinds: _Optional[bytes] = ..., resync: bool = ..., cause: _Optional[_Union[DaemonMessage.Cause, str]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "package", "hash_algorithm", "golden_probe", "process")

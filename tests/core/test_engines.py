@@ -12,6 +12,7 @@ from kvstore.core.layout import LayerGroup, Layout, Shard, TensorSpan
 from kvstore.core.limits import Limits, TierLimits
 from kvstore.core.messages import (
     Attach,
+    Cause,
     EngineState,
     Refused,
     Register,
@@ -36,9 +37,10 @@ def register(
     return session, body
 
 
-def refusal(body: EngineState | Refused) -> str:
-    """The reason, which is one line."""
+def refusal(body: EngineState | Refused, cause: Cause = Cause.LAYOUT) -> str:
+    """The reason, which is one line; it was refused for this cause."""
     assert isinstance(body, Refused), body
+    assert body.cause is cause
     assert "\n" not in body.reason
     return body.reason
 
@@ -253,6 +255,7 @@ def test_a_session_registers_or_attaches_once() -> None:
     for message in (Attach("e2", "t1"), Register("e2", "t1", MODEL, layout(), Shard())):
         body = driver.ask(session, message)
         assert isinstance(body, Refused)
+        assert body.cause is Cause.PROTOCOL
         assert "another connection" in body.reason
     assert len(driver.stats().engines) == 1
 
@@ -264,6 +267,7 @@ def test_sessions_are_limited() -> None:
     session = driver.session()
     body = driver.ask(session, Attach("e1", "t1"))
     assert isinstance(body, Refused)
+    assert body.cause is Cause.LIMIT
     assert "2 sessions" in body.reason
     driver.close(engine.scheduler)
     assert isinstance(driver.ask(session, Attach("e1", "t1")), EngineState)
