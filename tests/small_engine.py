@@ -20,6 +20,7 @@ from kvstore import (
     TransferOutcome,
     create_host_memory,
 )
+from kvstore.client_link import Ready
 
 TOKENS_PER_BLOCK = 4
 TOKENS_PER_CHUNK = 16
@@ -107,13 +108,13 @@ class SmallEngine:
         """Whether one chunk holds its key's pattern."""
         return np.array_equal(self._chunk(first + chunk), _pattern(keys, chunk))
 
-    def begin_store(self, keys: ChunkKeys, first: int = 0) -> Ticket:
+    def begin_store(self, keys: ChunkKeys, first: int = 0, ready: Ready | None = None) -> Ticket:
         """Ask for a store, whose request is named for its place."""
-        return self.worker.store(f"store-{first}", keys, {"full": self._ids(keys, first)})
+        return self.worker.store(f"store-{first}", keys, self.blocks(keys, first), ready)
 
-    def begin_retrieve(self, keys: ChunkKeys, first: int = 0) -> Ticket:
+    def begin_retrieve(self, keys: ChunkKeys, first: int = 0, ready: Ready | None = None) -> Ticket:
         """Ask for a retrieve, whose request is named for its place."""
-        return self.worker.retrieve(f"retrieve-{first}", keys, {"full": self._ids(keys, first)})
+        return self.worker.retrieve(f"retrieve-{first}", keys, self.blocks(keys, first), ready)
 
     def store(self, keys: ChunkKeys, first: int = 0) -> TransferOutcome:
         """Store and wait."""
@@ -133,9 +134,10 @@ class SmallEngine:
         self.worker.release("lookup")
         return found.chunks
 
-    def _ids(self, keys: ChunkKeys, first: int) -> list[int]:
+    def blocks(self, keys: ChunkKeys, first: int = 0) -> dict[str, list[int]]:
+        """The blocks of a prompt that lies from this chunk on."""
         start = first * BLOCKS_PER_CHUNK
-        return list(range(start, start + len(keys) * BLOCKS_PER_CHUNK))
+        return {"full": list(range(start, start + len(keys) * BLOCKS_PER_CHUNK))}
 
     def _chunk(self, chunk: int) -> np.ndarray:
         return self._pages[:, chunk * BLOCKS_PER_CHUNK : (chunk + 1) * BLOCKS_PER_CHUNK]

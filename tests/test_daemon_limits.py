@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,39 +32,85 @@ def fill_up(mount: Path) -> None:
     assert not os.statvfs(mount).f_bavail
 
 
-def test_full_disk_keeps_what_is_there_over_a_restart(
-    private_folder: Path, start_daemon: StartDaemon
-) -> None:
-    """field case 63: a disk of 40 MiB is filled up by something else while a daemon of automatic
-    size has chunks there. It is restarted, and hits them."""
+@pytest.fixture
+def disk(private_folder: Path) -> Iterator[Path]:
+    """A file system of 40 MiB."""
     mount = private_folder / "disk"
     mount.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=40M", "tmpfs", str(mount)]
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount a tmpfs")
-    try:
-        daemon = start_daemon(
-            KVSTORE_NVME_PATH=str(mount / "nvme"),
-            KVSTORE_NVME_SIZE="20MiB",
-            KVSTORE_NVME_SLAB_SIZE="2MiB",
-        )
+    yield mount
+    subprocess.run(["umount", "--lazy", str(mount)], check=True)
+
+
+def settings_on(disk: Path) -> dict[str, str]:
+    """Settings of a daemon whose NVMe tier is there."""
+    return {
+        "KVSTORE_NVME_PATH": str(disk / "nvme"),
+        "KVSTORE_NVME_SIZE": "20MiB",
+        "KVSTORE_NVME_SLAB_SIZE": "2MiB",
+    }
+
+
+def test_full_disk_keeps_what_is_there_over_a_restart(
+    disk: Path, start_daemon: StartDaemon
+) -> None:
+    """field case 63: a disk of 40 MiB is filled up by something else while a daemon of automatic
+    size has chunks there. It is restarted, and hits them."""
+    daemon = start_daemon(**settings_on(disk))
+    with SmallEngine(daemon.socket, 20) as engine:
+        keys = engine.keys(tokens(20))
+        engine.fill(keys)
+        assert engine.store(keys).leading_chunks == 20
+        written(daemon, 20)
+    assert daemon.stop() == 0
+    fill_up(disk)
+    for size in ("20MiB", "auto"):
+        daemon.environment["KVSTORE_NVME_SIZE"] = size
+        daemon.start()
+        daemon.wait_for_stats(lambda s: not s["tiers"][1]["scanning"])
         with SmallEngine(daemon.socket, 20) as engine:
-            keys = engine.keys(tokens(20))
-            engine.fill(keys)
-            assert engine.store(keys).leading_chunks == 20
-            written(daemon, 20)
+            assert engine.hits(engine.keys(tokens(20))) == 20
         assert daemon.stop() == 0
-        fill_up(mount)
-        for size in ("20MiB", "auto"):
-            daemon.environment["KVSTORE_NVME_SIZE"] = size
-            daemon.start()
-            daemon.wait_for_stats(lambda s: not s["tiers"][1]["scanning"])
-            with SmallEngine(daemon.socket, 20) as engine:
-                assert engine.hits(engine.keys(tokens(20))) == 20
-            assert daemon.stop() == 0
-        assert "is free for nvme.size 20 MiB" in daemon.log.read_text()
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
+    assert "is free for nvme.size 20 MiB" in daemon.log.read_text()
+
+
+def test_disk_that_fills_up_under_a_daemon_costs_writes_only(
+    disk: Path, start_daemon: StartDaemon
+) -> None:
+    """field case 63: the disk is filled while the tier has one of its ten slabs. The daemon stays
+    up, what can't be written is counted and the tier is full; earlier chunks are intact and
+    later ones hit from memory. With the room back they reach the disk."""
+    daemon = start_daemon(**settings_on(disk))
+    with SmallEngine(daemon.socket, 100) as engine:
+        early, late = engine.keys(tokens(20)), engine.keys(tokens(100, 1))
+        engine.fill(early)
+        assert engine.store(early).leading_chunks == 20
+        written(daemon, 20)
+        fill_up(disk)
+        engine.fill(late)
+        assert engine.store(late).leading_chunks == 100
+        figures = daemon.wait_for_stats(
+            lambda s: s["tiers"][1]["full"] and not s["traffic"]["write_backlog"]
+        )
+        assert figures["drops"]["nvme_full"] > 0
+        assert figures["tiers"][1]["bytes_used"] <= 2 << 20
+        engine.wipe()
+        assert engine.retrieve(late).leading_chunks == 100
+        assert engine.right_chunks(late) == 100
+        (disk / "rest").unlink()
+        assert daemon.stop() == 0
+        daemon.start()
+        daemon.wait_for_stats(lambda s: not s["tiers"][1]["scanning"])
+        assert engine.worker.wait_ready(60)
+        engine.wipe()
+        found = engine.hits(early)
+        assert engine.retrieve(early[:found]).leading_chunks == found
+        assert engine.right_chunks(early[:found]) == found
+        engine.fill(late)
+        assert engine.store(late).leading_chunks == 100
+        daemon.wait_for_stats(lambda s: s["tiers"][1]["chunks"] >= 100)
 
 
 REFUSES_THREAD = """

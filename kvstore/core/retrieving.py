@@ -19,6 +19,7 @@ from kvstore.core.state import State
 from kvstore.core.stats import Drop
 from kvstore.core.tickets import Ticket, Wait
 from kvstore.core.transfers import Blocks, Job, Reader
+from kvstore.core.tree_nodes import lands
 
 _FAULTS = {
     MoveStatus.CORRUPT: Drop.CORRUPT,
@@ -205,16 +206,29 @@ class Retrieving:
         self._state.transfers.push(job)
 
     def _read(self, source: Slot, reader: Reader) -> None:
+        """Wait for the read of a slot, which is queued unless it is already, or was just done: then
+        its bytes lie in a host slot that waits for its parent's commit."""
         job = self._reads.get(source)
         if job is None:
+            header, landed = slot_header(source, 0), self._landed(source)
+            if landed is not None:
+                self._load(landed, header, reader.wait, reader.blocks)
+                reader.wait.ticket.settle(reader.wait.chunk, ok=True)
+                return
             number = self._state.transfers.next_id()
-            header = slot_header(source, 0)
             session = reader.wait.ticket.session
             job = Job(number, MoveKind.READ, header, source=source, turn=session)
             self._reads[source] = job
             self._state.transfers.push(job)
         job.readers.append(reader)
         reader.wait.ticket.reads[job] = None
+
+    def _landed(self, source: Slot) -> Slot | None:
+        """The host slot that holds the same part already and isn't committed yet."""
+        copy, host = source.owner, self._state.directory.host
+        same = None if copy is None else host.find(copy.space, copy.key)
+        slot = None if same is None else same.slot(source.part, source.shard)
+        return slot if slot is not None and lands(slot) else None
 
     def _forget(self, job: Job) -> None:
         if job.source is not None:

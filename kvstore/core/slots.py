@@ -14,8 +14,8 @@ DOOMED     free                     FREE       no Move holds it
 
 A Move holds each slot that it names, by its ID, from when it is made until its Moved; so only a
 Moved frees a slot that a Move names. The generation rises on each return to FREE, and a Handle
-from before raises StaleLeaseError. Readers see READY only (and the Move that landed the bytes
-itself hands them on to those who waited for it).
+from before raises StaleLeaseError. Readers see READY only (and what a READ has landed is
+handed on to those who wait for it, before its parent lets it commit).
 """
 
 from __future__ import annotations

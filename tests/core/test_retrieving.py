@@ -230,6 +230,36 @@ def test_a_retrieve_that_comes_while_a_read_runs_joins_it() -> None:
     assert driver.completed(engine.workers[0], second).done == b"\1"
 
 
+def test_a_retrieve_that_comes_between_a_reads_end_and_its_commit_reads_nothing() -> None:
+    """Field case 80: the child's READ has ended, its parent's runs, so the child isn't a host hit
+    yet when another request asks for both. Its bytes are there: they are loaded, not read
+    again."""
+    driver, engine, keys = cold(2)
+    first = engine.retrieve(keys)
+    parent, child = driver.moves
+    driver.end(child)
+    second = engine.retrieve(keys, request="r2")
+    assert not [move for move in driver.waiting(MoveKind.READ) if move is not parent]
+    driver.run()
+    assert driver.count(MoveKind.READ) == 2
+    assert driver.completed(engine.workers[0], first).done == b"\1\1"
+    assert driver.completed(engine.workers[0], second).done == b"\1\1"
+
+
+def test_a_landed_promotion_that_cannot_commit_still_serves_who_asked() -> None:
+    """As above, but the parent's READ fails: the child's bytes arrive all the same, the parent's
+    don't, and no place is lost."""
+    driver, engine, keys = cold(2)
+    engine.retrieve(keys)
+    parent, child = driver.moves
+    driver.end(child)
+    second = engine.retrieve(keys, request="r2")
+    driver.end(parent, MoveStatus.FAILED)
+    driver.run()
+    assert driver.completed(engine.workers[0], second).done == b"\0\1"
+    assert engine.put(engine.chain(4, 9)) == b"\1" * 4
+
+
 def test_a_store_of_a_chunk_that_is_being_promoted_waits_for_the_read() -> None:
     """Nothing is gathered twice: the store is acknowledged with the promotion's commit."""
     driver, engine, keys = cold(1)

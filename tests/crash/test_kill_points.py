@@ -68,9 +68,10 @@ def life_s(engine: SmallEngine, watch: Watch, old: list[int]) -> float:
 
 
 def test_every_hit_after_a_kill_is_whole(start_daemon: StartDaemon) -> None:
-    """Field cases 65 and 50: the daemon is killed at random moments while it stores, writes and
-    gives back. Each time every ticket ends at once, it starts again, every chunk that is a hit
-    is retrieved, done and right, and nothing is left in shared memory."""
+    """Field cases 50, 54 and 65: the daemon is killed at random moments while it stores, writes and
+    gives back. Each time every ticket ends at once and nothing is acknowledged until it is
+    back; then every chunk that is a hit is retrieved, done and right, and nothing is left in
+    shared memory."""
     seed = random.randrange(1 << 32)
     randomness = random.Random(seed)
     daemon = start_daemon()
@@ -88,6 +89,7 @@ def test_every_hit_after_a_kill_is_whole(start_daemon: StartDaemon) -> None:
             daemon.kill()
             what = f"seed {seed} point {point} {delay_s:.6f} s"
             check_outcomes(engine, under_way, what)
+            assert not any(engine.store(engine.keys(tokens(1, fresh[0]))).done), what
             daemon.start()
             assert engine.worker.wait_ready(WAIT_S)
             watch.written()

@@ -37,11 +37,11 @@ class Watch:
     """Looks at one daemon from outside."""
 
     def __init__(self, daemon: RunningDaemon) -> None:
-        self._daemon = daemon
+        self.daemon = daemon
 
     def admin(self) -> AdminClient:
         """A connection to its administration, as a context manager."""
-        (line,) = [line for line in self._daemon.lines if line.startswith("admin ")]
+        (line,) = [line for line in self.daemon.lines if line.startswith("admin ")]
         return AdminClient(line.split()[1])
 
     def stats(self) -> Document:
@@ -95,10 +95,10 @@ class Watch:
     def _descriptors(self) -> dict[str, int]:
         """By kind; without files on disk, which it opens when it likes, and without what gRPC has
         open for administration."""
-        engines = self._daemon.socket.removeprefix("unix:")
+        engines = self.daemon.socket.removeprefix("unix:")
         table = Path("/proc/net/unix").read_text().splitlines()
         ours = {f"socket:[{line.split()[6]}]" for line in table if line.endswith(f" {engines}")}
-        folder = Path(f"/proc/{self._daemon.pid}/fd")
+        folder = Path(f"/proc/{self.daemon.pid}/fd")
         kinds: Counter[str] = Counter()
         for name in os.listdir(folder):
             try:
@@ -107,12 +107,12 @@ class Watch:
                 continue
             if target in ours:
                 kinds["engine socket"] += 1
-            elif not target.startswith((*_OTHERS, str(self._daemon.nvme))):
+            elif not target.startswith((*_OTHERS, str(self.daemon.nvme))):
                 kinds[target] += 1
         return dict(kinds)
 
     def _memories(self) -> tuple[str, ...]:
         """Mappings of memory that it shares with others."""
-        maps = Path(f"/proc/{self._daemon.pid}/maps").read_text().splitlines()
+        maps = Path(f"/proc/{self.daemon.pid}/maps").read_text().splitlines()
         names = [line.split(maxsplit=5)[5] for line in maps if len(line.split(maxsplit=5)) > 5]
         return tuple(sorted(name for name in names if "memfd:" in name or "/dev/shm" in name))
