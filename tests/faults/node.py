@@ -27,6 +27,7 @@ from kvstore.server import EngineServer
 from kvstore.testing import FaultyTier
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.nvme import NvmeTier
+from tests.link_rig import eventually
 from tests.small_engine import CHUNK_BYTES, WAIT_S
 
 STAGING = 2
@@ -99,6 +100,10 @@ class Node:
     def stats(self) -> CoreStats:
         """The core's figures."""
         return self.ask(lambda: self.core.stats(0.0))
+
+    def rest(self) -> None:
+        """Wait until nothing is under way, nor waits for its write."""
+        eventually(lambda: self.ask(self.core.idle))
 
     def ask(self, function: Callable[[], T]) -> T:
         """Run a function in the loop's thread."""

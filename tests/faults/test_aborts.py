@@ -72,14 +72,14 @@ def test_requests_aborted_in_every_state_leave_nothing(
     engine = start_engine(node, CHUNKS)
     for seed in range(PROMPTS):
         put(engine, seed)
-        eventually(lambda: node.ask(node.core.idle))
+        node.rest()
     ways = itertools.cycle(itertools.product(STATES, (True, False)))
     hits = 0
     for number, (state, cancel_first) in zip(range(CYCLES), ways, strict=False):
         hits += abort(engine, state, cancel_first, number)
     assert hits > CYCLES
     eventually(lambda: node.stats().leases == 0)
-    eventually(lambda: node.ask(node.core.idle))
+    node.rest()
     figures = node.stats()
     assert figures.sessions == 1
     assert figures.tiers[0].pinned == figures.tiers[1].pinned == 0

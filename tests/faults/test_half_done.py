@@ -18,7 +18,7 @@ from tests.crash.engine_process import STORE, EngineProcess, Life
 from tests.faults.conftest import StartEngine, StartNode
 from tests.faults.node import Gate
 from tests.link_rig import eventually
-from tests.small_engine import BLOCKS_PER_CHUNK, tokens
+from tests.small_engine import BLOCKS_PER_CHUNK, WAIT_S, tokens
 
 CHUNKS = 8
 WHOLE = 3
@@ -66,7 +66,8 @@ def test_nobody_gets_a_hit_on_what_an_engine_half_stored_and_died(
 
     node.hooks.pages = lambda limits: partial(halfway_pages, limits)
     with EngineProcess(Life(node.path, STORE, (0,), CHUNKS)) as doomed:
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(WAIT_S)
+        eventually(lambda: node.stats().tiers[0].chunks == WHOLE)
         doomed.end()
     observer = start_engine(node, CHUNKS, "observer")
     keys = observer.keys(tokens(CHUNKS))

@@ -50,9 +50,9 @@ def test_a_client_that_waits_for_a_slow_tier_delays_nobody(
     slow.fill(keys)
     if kind is IOKind.READ:
         assert slow.store(keys).leading_chunks == 8
-        eventually(lambda: node.stats().tiers[1].chunks == 8)
+        node.rest()
         assert slow.store(slow.keys(tokens(16, 1))).leading_chunks == 16
-        eventually(lambda: node.stats().write_backlog == 0)
+        node.rest()
         for _ in range(8):
             node.nvme.inject(kind, lambda place: gate.hold())
         waits = slow.begin_retrieve(keys)
