@@ -142,6 +142,17 @@ class RunningDaemon:
                 return document
             assert time.monotonic() < deadline_s, document
 
+    def wait_written(self, chunks: int) -> dict[str, Any]:
+        """Statistics once so many chunks are on NVMe and no write is under way: the tier's chunks
+        count those that are being written."""
+        return self.wait_for_stats(
+            lambda s: (
+                s["tiers"][1]["chunks"] == chunks
+                and not s["traffic"]["write_backlog"]
+                and not s["traffic"]["moves_in_flight"]
+            )
+        )
+
     def _read_until_ready(self) -> list[str]:
         assert self.process is not None
         assert self.process.stdout is not None

@@ -303,7 +303,7 @@ def test_clear_by_alias_removes_every_local_tier_for_good(start_daemon: StartDae
             others = other.keys(tokens(8))
             other.fill(others)
             assert other.store(others).leading_chunks == 8
-            daemon.wait_for_stats(lambda s: s["tiers"][1]["chunks"] == 16)
+            daemon.wait_written(16)
             done = daemon.kvstore("clear", "--model", "one", "--yes")
             assert done.returncode == 0, done.stderr
             assert "cleared" in done.stdout

@@ -24,13 +24,6 @@ RSS_MAX_BYTES = 120 << 20
 STOP_MAX_S = 10
 
 
-def written(daemon: RunningDaemon, chunks: int) -> None:
-    """Wait until so many chunks are on NVMe."""
-    daemon.wait_for_stats(
-        lambda s: s["tiers"][1]["chunks"] == chunks and not s["traffic"]["write_backlog"]
-    )
-
-
 def test_start_tells_sizes_modes_endpoints_and_how_to_connect(daemon: RunningDaemon) -> None:
     """What a person needs, one line each, and the ready line last."""
     text = "\n".join(daemon.lines)
@@ -158,7 +151,7 @@ def test_kill_loses_nothing_that_was_committed(start_daemon: StartDaemon) -> Non
         keys = engine.keys(tokens(40))
         engine.fill(keys)
         assert engine.store(keys).leading_chunks == 40
-        written(daemon, 40)
+        daemon.wait_written(40)
         daemon.kill()
     daemon.start()
     daemon.wait_for_stats(lambda s: not s["tiers"][1]["scanning"])
@@ -225,7 +218,7 @@ def test_stats_show_what_happened(daemon: RunningDaemon) -> None:
         engine.store(keys)
         assert engine.hits(keys) == 10
         engine.retrieve(keys)
-        figures = daemon.wait_for_stats(lambda s: s["tiers"][1]["chunks"] == 10)
+        figures = daemon.wait_written(10)
         text = daemon.kvstore("stats").stdout
     host, nvme = figures["tiers"]
     assert (host["name"], nvme["name"]) == ("host", "nvme")

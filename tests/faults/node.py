@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,11 +84,10 @@ class Node:
         tiers = {} if self.nvme is None else {TierName.NVME: self.nvme}
         threads = MoverThreads(copy=2, read=2, write=1)
         self.mover = Mover(self._host, tiers, self._moved, threads, self._at)
-        self._hands = Hands(self.mover)
         self.server = EngineServer(
             socket_path=self.path,
             service=self.core,
-            mover=self._hands,
+            mover=Hands(self.mover),
             persist=self._persist,
             open_pages=lambda fd, nbytes, layout: self.hooks.pages(self.limits)(fd, nbytes, layout),
             tenants=lambda credential, user: f"uid:{user}",
@@ -144,9 +143,8 @@ class Node:
         if point == "begin":
             self.hooks.move(move)
 
-    def _moved(self, moved: Moved) -> None:
-        self._hands.ended(moved)
-        self.server.post(moved)
+    def _moved(self, moved: Sequence[Moved]) -> None:
+        self.server.post(*moved)
 
     def _persist(self, effect: Persist) -> None:
         if self.nvme is not None:

@@ -67,11 +67,10 @@ def test_nobody_gets_a_hit_on_what_an_engine_half_stored_and_died(
     node.hooks.pages = lambda limits: partial(halfway_pages, limits)
     with EngineProcess(Life(node.path, STORE, (0,), CHUNKS)) as doomed:
         assert gate.reached.wait(WAIT_S)
-        eventually(lambda: node.stats().tiers[0].chunks == WHOLE)
+        observer = start_engine(node, CHUNKS, "observer")
+        keys = observer.keys(tokens(CHUNKS))
+        eventually(lambda: observer.hits(keys) == WHOLE)
         doomed.end()
-    observer = start_engine(node, CHUNKS, "observer")
-    keys = observer.keys(tokens(CHUNKS))
-    eventually(lambda: observer.hits(keys) == WHOLE)
     eventually(lambda: node.stats().drops.get("session_lost", 0) == CHUNKS - WHOLE)
     assert observer.hits(keys) == WHOLE
     assert observer.retrieve(keys).leading_chunks == WHOLE
