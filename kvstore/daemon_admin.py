@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from kvstore import machine
@@ -39,7 +41,17 @@ class DaemonSource:
         def figures() -> tuple[CoreStats, ServerStats]:
             return service.stats(time.monotonic()), server.stats()
 
+        until_s = time.monotonic() + deadline_s
         core, link = _wait(server.call(figures), deadline_s)
+        spaces = list(core.spaces)
+        while len(spaces) < core.spaces_total:
+            # Page by page, so that no engine waits for tens of thousands of namespaces.
+            turn = functools.partial(service.spaces, len(spaces))
+            page = _wait(server.call(turn), max(0.0, until_s - time.monotonic()))
+            if not page:
+                break
+            spaces += page
+        core = replace(core, spaces=tuple(spaces))
         return Snapshot(
             process=self._process(),
             core=core,

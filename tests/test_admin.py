@@ -26,7 +26,7 @@ from tests.conftest import RunningDaemon, StartDaemon
 from tests.small_engine import SmallEngine, tokens
 
 IDLE = LatencySummary(0, 0.0, 0.0, 0.0, 0.0)
-NOTHING = CoreStats((), (), (), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, IDLE, IDLE)
+NOTHING = CoreStats((), (), (), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, IDLE, IDLE)
 
 
 class ScriptedSource:

@@ -20,7 +20,8 @@ def snapshot(**core: Any) -> Snapshot:
             TierStats("host", 3, 48, 3 << 20, GIB, 3, 10, 2, 1, 1, False, False),
             TierStats("nvme", 5, 96, 5 << 20, 2 * GIB, 5, 4, 1, 0, 0, True, True),
         ),
-        "engines": (), "spaces": (), "sessions": 0, "leases": 0, "moves_in_flight": 0,
+        "engines": (), "spaces": (), "spaces_total": 0, "sessions": 0, "leases": 0,
+            "moves_in_flight": 0,
         "moves_queued": 0, "write_backlog": 0, "lookups": 0, "lookup_tokens": 0, "hit_tokens": 0,
         "stored_chunks": 0, "retrieved_chunks": 0, "store": IDLE, "retrieve": IDLE, "drops": {},
     }  # fmt: skip

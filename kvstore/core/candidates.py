@@ -7,7 +7,7 @@ shards of a pipeline) queue together under the sizes that evicting them frees.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvstore.core.eviction import Policy
 from kvstore.core.layout import Part
@@ -45,19 +45,21 @@ class Candidates:
         """Whether the whole copy may leave."""
         if not self._loose(copy) or copy.first_child is not None:
             return False
-        return all(map(_all_idle, copy.parts))
+        return _all_idle(copy.slots())
 
     def window_evictable(self, copy: Copy) -> bool:
         """Whether the copy's WINDOW part may leave."""
         return (
-            self._loose(copy) and copy.ready[Part.WINDOW] > 0 and _all_idle(copy.parts[Part.WINDOW])
+            self._loose(copy)
+            and copy.window_ready > 0
+            and _all_idle(slot for slot in copy.part(Part.WINDOW) if slot is not None)
         )
 
     def _loose(self, copy: Copy) -> bool:
         return copy.live and copy.space.alive and not copy.leases and copy is not self.guard
 
     def _queue(self, queues: dict[Sizes, Policy], copy: Copy, part: Part) -> Policy:
-        sizes = tuple(sorted({slot.place.slot_bytes for slot in copy.parts[part] if slot}))
+        sizes = tuple(sorted({slot.slab.slot_bytes for slot in copy.part(part) if slot}))
         policy = queues.get(sizes)
         if policy is None:
             policy = queues[sizes] = self._policy()
@@ -76,5 +78,5 @@ def _coldest(
     return None if best is None else best[1].take(test)
 
 
-def _all_idle(slots: list[Slot | None]) -> bool:
-    return all(s is None or (s.state is SlotState.READY and not s.holders) for s in slots)
+def _all_idle(slots: Iterable[Slot]) -> bool:
+    return all(slot.state is SlotState.READY and not slot.holders for slot in slots)

@@ -13,7 +13,8 @@ from kvstore.core.eviction import Policy
 from kvstore.core.keys import KEY_BYTES
 from kvstore.core.layout import Part
 from kvstore.core.limits import Limits
-from kvstore.core.messages import MoveID, Place, TierName
+from kvstore.core.messages import MoveID, TierName
+from kvstore.core.slabs import Slab
 from kvstore.core.slots import Slot, SlotState
 from kvstore.core.spaces import Space
 from kvstore.core.stats import TierStats
@@ -40,7 +41,7 @@ class Directory:
         self._staging_from = limits.host.slabs
         size = limits.host.slab_bytes
         self._staging = [
-            Slot(Place(TierName.HOST, limits.host.slabs + number, 0, size))
+            Slab(TierName.HOST, limits.host.slabs + number, size, 1).make(0)
             for number in range(limits.staging_slots)
         ]
 
@@ -86,7 +87,7 @@ class Directory:
             slot.let_go(move)
             slot.free_if_dead()
             return
-        tree = self.tree(slot.place.tier)
+        tree = self.tree(slot.tier)
         if tree is not None:
             tree.let_go(slot, move)
 
@@ -100,24 +101,25 @@ class Directory:
 
     def is_staging(self, slot: Slot) -> bool:
         """Whether the slot belongs to the staging ring."""
-        return slot.place.tier is TierName.HOST and slot.place.slab >= self._staging_from
+        return slot.tier is TierName.HOST and slot.slab.number >= self._staging_from
 
     def staging(self) -> list[Slot]:
         """All staging slots."""
         return self._staging
 
-    def stats(self, spaces: list[Space], held: set[Slot]) -> tuple[TierStats, ...]:
-        """A snapshot of each tier; ``held`` are the slots that Moves hold."""
-        return tuple(self._tier_stats(tree, spaces, held) for tree in self.trees())
+    def stats(self) -> tuple[TierStats, ...]:
+        """A snapshot of each tier."""
+        return tuple(map(self._tier_stats, self.trees()))
 
-    def _tier_stats(self, tree: Tree, spaces: list[Space], held: set[Slot]) -> TierStats:
+    def _tier_stats(self, tree: Tree) -> TierStats:
         limits = tree.slabs.limits
-        used = total = used_bytes = 0
+        used = total = used_bytes = pinned = 0
         sizes: list[int] = []
         for slab in tree.slabs.cuts():
             used += slab.used()
             total += slab.capacity
             used_bytes += slab.used() * slab.slot_bytes
+            pinned += slab.held
             sizes.append(slab.slot_bytes)
         if sizes:
             total += tree.slabs.uncut_count() * (limits.slab_bytes // max(sizes))
@@ -128,12 +130,12 @@ class Directory:
             slots_total=total,
             bytes_used=used_bytes,
             bytes_total=limits.slabs * limits.slab_bytes,
-            chunks=sum(len(space.index[tree.tier]) for space in spaces),
+            chunks=tree.chunks,
             hits=count.hits,
             misses=count.misses,
             evictions=tree.evictions,
-            pinned=sum(slot.place.tier is tree.tier for slot in held),
-            scanning=tree.linear,
+            pinned=pinned,
+            scanning=tree.scanning,
             full=tree.slabs.growth_stopped,
         )
 

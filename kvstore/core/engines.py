@@ -195,11 +195,11 @@ class Engines:
         if not engine.workers and not engine.schedulers:
             del self._engines[engine.key]
 
-    def replace_space(self, old: Space, new: Space) -> None:
-        """A namespace was cleared: engines go on in its next epoch."""
-        for engine in self._engines.values():
-            if engine.space is old:
-                engine.space = new
+    def replace_spaces(self, followers: dict[Space, Space]) -> None:
+        """Namespaces were cleared: engines go on in their next epochs."""
+        for engine in self._engines.values() if followers else ():
+            if engine.space is not None:
+                engine.space = followers.get(engine.space, engine.space)
 
     def _full(self, session: SessionID) -> Refused | None:
         if session in self._sessions:

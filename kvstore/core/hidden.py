@@ -26,6 +26,7 @@ class Hidden:
     def add(self, copy: Copy) -> None:
         """A copy that has left the tree; its children, if any, are to follow."""
         if copy.first_child is not None:
+            copy.break_off()
             self._copies.append(copy)
 
     def add_index(self, index: Index) -> None:
@@ -45,8 +46,9 @@ class Hidden:
                 return child
         while self._indices:
             copy = self._indices[-1].pop_any()
-            if copy is not None:
+            if copy is None:
+                self._indices.pop()
+            elif copy.live:
                 copy.first_child = None
                 return copy
-            self._indices.pop()
         return None

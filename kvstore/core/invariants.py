@@ -26,6 +26,7 @@ def check(state: State) -> None:
                 seen.add(id(copy))
                 _check_copy(tree, copy)
                 _must(copy.leases == pins.get(id(copy), 0), "its leases don't add up", copy)
+        _must(tree.chunks == len(seen), "its chunks don't add up", tree.tier)
         _check_slots(tree, seen)
     _check_jobs(state)
     _check_sessions(state)
@@ -39,17 +40,18 @@ def _must(fact: bool, text: str, *what: object) -> None:
 def _check_copy(tree: Tree, copy: Copy) -> None:
     _must(copy.live and copy.space.alive, "in the index, but gone", tree.tier, copy)
     _must(tree.find(copy.space, copy.key) is copy, "the index has another", tree.tier, copy)
-    _must(next(copy.slots(), None) is not None, "without a slot", tree.tier, copy)
+    _must(bool(copy.slots()), "without a slot", tree.tier, copy)
     for part in Part:
         ready = 0
-        for shard, slot in enumerate(copy.parts[part]):
+        for shard, slot in enumerate(copy.part(part)):
             if slot is None:
                 continue
             ready += slot.state is SlotState.READY
             _must(slot.state in _LIVE, "kept by a copy", slot, copy)
             mine = slot.owner is copy and slot.shard == shard and slot.part is part
             _must(mine and tree.slabs.lists(slot), "isn't the copy's own", slot, copy)
-        _must(ready == copy.ready[part], "its READY slots don't add up", tree.tier, copy)
+        counted = copy.full_ready if part is Part.FULL else copy.window_ready
+        _must(ready == counted, "its READY slots don't add up", tree.tier, copy)
     if copy.parent is None:
         _must(copy.depth == 0, "without a parent", tree.tier, copy)
     else:
@@ -58,10 +60,12 @@ def _check_copy(tree: Tree, copy: Copy) -> None:
 
 def _check_below(tree: Tree, copy: Copy, parent: Copy) -> None:
     _must(any(child is copy for child in parent.children()), "unknown to its parent", copy)
+    anchor = parent.anchor if parent.depth % 64 else parent
+    _must(copy.anchor is anchor, "its anchor is another", tree.tier, copy)
     _must(parent.live or tree.sweeping(), "below a parent that is gone", tree.tier, copy)
-    if not parent.live or tree.linear:
+    if not parent.live:
         return
-    for shard, slot in enumerate(copy.parts[Part.FULL]):
+    for shard, slot in enumerate(copy.part(Part.FULL)):
         if slot is None:
             continue
         above = parent.slot(Part.FULL, shard)
@@ -74,9 +78,9 @@ def _check_below(tree: Tree, copy: Copy, parent: Copy) -> None:
 
 def _check_slots(tree: Tree, seen: set[int]) -> None:
     """Each slot that isn't FREE belongs to a copy, is about to be swept, or is held by a Move."""
-    pending = tree.sweeping() or tree.linear
+    pending = tree.sweeping() or tree.scanning
     for slab in tree.slabs.cuts():
-        for slot in slab.slots.values():
+        for slot in slab:
             owner = slot.owner
             if slot.state is SlotState.FREE:
                 _must(not slot.holders and owner is None, "free, but in use", slot)
@@ -98,8 +102,8 @@ def _check_jobs(state: State) -> None:
     slots = list(state.directory.staging())
     for tree in state.directory.trees():
         for slab in tree.slabs.cuts():
-            slots += slab.slots.values()
-    nobody: set[MoveID] = set()
+            slots += slab
+    nobody: frozenset[MoveID] = frozenset()
     for slot in slots:
         _must(slot.holders == held.get(slot, nobody), "its holders aren't the jobs", slot)
     for slot in state.directory.staging():

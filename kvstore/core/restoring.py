@@ -1,15 +1,18 @@
 """Restoring: a tier's tree from the slots that a scan finds at start.
 
-Slots come in any order. A copy whose parent isn't there yet stays *loose*, outside the index; it is
-hung up as soon as the parent is. When the scan is done, what is still loose is an orphan, and
-copies that lack a shard are doomed with what hangs below them. Of two slots for one part the one
-written later is kept. Until then lookups walk, as a link may be missing.
+Slots come in any order. A copy that isn't whole yet (each shard's FULL part), or whose parent isn't
+in the index, is *loose*: it stays outside the index, linked below its parent all the same, for
+which a copy without slots stands in until the parent is found. So the index is prefix-closed at any
+time, and lookups are what they always are. A copy that enters the index may bring a million others
+along: they follow in steps. When the scan is done, what is still loose is an orphan. Of two slots
+for one part the one written later is kept.
 """
 
 from __future__ import annotations
 
+from collections import deque
+
 from kvstore.core.keys import ChunkKey
-from kvstore.core.layout import Part
 from kvstore.core.messages import ChunkHeader, ScannedSlot
 from kvstore.core.slots import Slot, SlotState
 from kvstore.core.spaces import Space
@@ -18,6 +21,9 @@ from kvstore.core.stats import Drop
 from kvstore.core.tree import Tree
 from kvstore.core.tree_nodes import Copy, Index
 
+STEP_COPIES = 256
+"""Loose copies that one event looks at, to bring them into the index."""
+
 
 class Restoring:
     """The scan of the NVMe tier, as it goes on."""
@@ -25,9 +31,10 @@ class Restoring:
     def __init__(self, state: State) -> None:
         self._state = state
         self._loose: dict[Space, Index] = {}
-        self._waiting: dict[tuple[Space, ChunkKey], list[Copy]] = {}
-        self._incomplete: dict[int, Copy] = {}
-        self._sequences: dict[Slot, int] = {}
+        self._stand_ins = 0
+        self._entered: deque[Copy] = deque()
+        self._child: Copy | None = None
+        self._ended = False
 
     def scanned(self, slots: tuple[ScannedSlot, ...]) -> None:
         """Take over a batch of slots."""
@@ -46,27 +53,42 @@ class Restoring:
                 if reason is not None:
                     self._state.drop(reason)
                     nvme.slabs.give_back(slot)
+        self.step()
 
     def done(self) -> None:
-        """The scan has ended: orphans and incomplete families go."""
+        """The scan has ended: once all that can follow has, the rest are orphans."""
+        self._ended = True
+        self.step()
+
+    def running(self) -> bool:
+        """Whether it goes on at the next Tick."""
+        return self._ended or bool(self._entered)
+
+    def step(self) -> None:
+        """Bring some of what hangs below new copies into the index; at the end drop the rest."""
         nvme = self._state.directory.nvme
         if nvme is None:
+            self._ended = False
             return
-        for index in self._loose.values():
-            self._state.drop(Drop.SCAN_ORPHAN, len(index))
-            nvme.drop_index(index)
-        for copy in self._incomplete.values():
-            if copy.live and copy.space.index[nvme.tier].get(copy.key) is copy:
-                self._state.drop(Drop.SCAN_ORPHAN)
-                nvme.doom(copy)
-        self._loose = {}
-        self._waiting = {}
-        self._incomplete = {}
-        self._sequences = {}
-        nvme.slabs.open_unseen()
-        nvme.linear = False
+        for _ in range(STEP_COPIES):
+            if not self._entered:
+                break
+            self._follow(nvme, self._entered[0])
+        if self._ended and not self._entered:
+            self._end(nvme)
 
     # ------------------------------------------------------------ private
+
+    def _end(self, nvme: Tree) -> None:
+        orphans = sum(map(len, self._loose.values())) - self._stand_ins
+        self._state.drop(Drop.SCAN_ORPHAN, orphans)
+        for index in self._loose.values():
+            nvme.drop_index(index)
+        self._loose = {}
+        self._stand_ins = 0
+        self._ended = False
+        nvme.slabs.open_unseen()
+        nvme.scanning = False
 
     def _enter(self, nvme: Tree, slot: Slot, header: ChunkHeader) -> Drop | None:
         """Take over one valid slot; tells why it can't be, if so."""
@@ -91,62 +113,100 @@ class Restoring:
             return Drop.SCAN_DUPLICATE
         slot.reserve(copy, header.shard, header.part, header.payload_bytes)
         slot.landed = True
+        slot.sequence = header.sequence
         slot.commit()
-        copy.parts[header.part][header.shard] = slot
-        copy.ready[header.part] += 1
+        copy.put(header.part, header.shard, slot)
+        copy.count_ready(header.part, 1)
         copy.last_use = max(copy.last_use, header.sequence)
-        nvme.slabs.touch(slot, header.sequence)
-        self._sequences[slot] = header.sequence
-        if copy.ready[Part.FULL] == space.shards:
-            self._incomplete.pop(id(copy), None)
-        nvme.offer(copy)
+        slot.slab.last_use = max(slot.slab.last_use, header.sequence)
+        if self._is_in(nvme, copy):
+            nvme.offer(copy)
+        else:
+            self._hang_up(nvme, copy)
         return None
 
     def _copy(self, nvme: Tree, space: Space, header: ChunkHeader) -> Copy | None:
-        """The copy that the slot belongs to, made and hung up if it is new."""
+        """The copy that the slot belongs to, made and hung below its parent if it is new; None
+        where it isn't at its depth."""
+        copy = self._find(nvme, space, header.key)
+        if copy is not None and copy.slots():
+            return copy if copy.depth == header.depth else None
+        parent = self._find(nvme, space, header.parent) if header.depth else None
+        if parent is not None and parent.slots() and parent.depth + 1 != header.depth:
+            return None
+        if copy is None:
+            copy = self._make(space, header.key, header.depth)
+        else:
+            copy.depth = header.depth
+            self._stand_ins -= 1
+        if header.depth:
+            if parent is None:
+                parent = self._make(space, header.parent, header.depth - 1)
+                self._stand_ins += 1
+            copy.parent = parent
+            copy.link()
+        return copy
+
+    def _find(self, nvme: Tree, space: Space, key: bytes) -> Copy | None:
+        """A key's copy, in the index or loose; one that was swept meanwhile is forgotten."""
+        copy = nvme.find(space, key)
+        loose = self._loose.get(space)
+        if copy is None and loose is not None:
+            copy = loose.get(key)
+            if copy is not None and not copy.live:
+                loose.remove(copy)
+                copy = None
+        return copy
+
+    def _make(self, space: Space, key: bytes, depth: int) -> Copy:
         loose = self._loose.get(space)
         if loose is None:
             loose = self._loose[space] = Index()
-        copy = space.index[nvme.tier].get(header.key) or loose.get(header.key)
-        if copy is not None:
-            return copy if copy.depth == header.depth else None
-        parent = space.index[nvme.tier].get(header.parent) if header.depth else None
-        if parent is not None and parent.depth + 1 != header.depth:
-            return None
-        copy = Copy(space, header.key, header.depth, None)
-        self._incomplete[id(copy)] = copy
-        if header.depth and parent is None:
-            loose.put(copy)
-            self._waiting.setdefault((space, header.parent), []).append(copy)
-        else:
-            self._hang_up(nvme, copy, parent)
+        copy = Copy(space, ChunkKey(key), depth, None)
+        loose.put(copy)
         return copy
 
-    def _hang_up(self, nvme: Tree, copy: Copy, parent: Copy | None) -> None:
-        """Enter a copy into the index, and all that waited for it."""
-        stack = [(copy, parent)]
-        while stack:
-            top, above = stack.pop()
-            if above is not None and above.depth + 1 != top.depth:
-                continue
-            self._loose[top.space].remove(top)
-            top.parent = above
-            top.link()
-            top.space.index[nvme.tier].put(top)
-            nvme.offer(top)
-            for child in self._waiting.pop((top.space, top.key), []):
-                stack.append((child, top))
+    def _hang_up(self, nvme: Tree, copy: Copy) -> None:
+        """Enter a loose copy into the index, if it is whole and its parent is there."""
+        parent = copy.parent
+        if not copy.visible() or copy.depth != (0 if parent is None else parent.depth + 1):
+            return
+        if parent is not None and not self._is_in(nvme, parent):
+            return
+        self._loose[copy.space].remove(copy)
+        copy.find_anchor()
+        nvme.enter(copy)
+        nvme.offer(copy)
+        if copy.first_child is not None:
+            self._entered.append(copy)
+
+    def _follow(self, nvme: Tree, parent: Copy) -> None:
+        """Let the next child follow a copy into the index; forget the copy behind its last."""
+        child = self._child
+        if child is None or child.parent is not parent:
+            child = parent.first_child
+        if child is None or not parent.live or not parent.space.alive:
+            self._entered.popleft()
+            self._child = None
+            return
+        self._child = child.next_sibling
+        if not self._is_in(nvme, child):
+            self._hang_up(nvme, child)
+        if self._child is None:
+            self._entered.popleft()
+
+    def _is_in(self, nvme: Tree, copy: Copy) -> bool:
+        return nvme.find(copy.space, copy.key) is copy
 
     def _replaces(self, nvme: Tree, former: Slot, sequence: int) -> bool:
         """Whether a slot written at ``sequence`` replaces the former one, which then is free."""
         copy = former.owner
-        older = self._sequences.get(former, sequence) < sequence
+        older = former.sequence < sequence
         if not older or copy is None or former.holders or former.state is not SlotState.READY:
             return False
         self._state.drop(Drop.SCAN_DUPLICATE)
-        copy.parts[former.part][former.shard] = None
-        copy.ready[former.part] -= 1
-        self._sequences.pop(former)
+        copy.put(former.part, former.shard, None)
+        copy.count_ready(former.part, -1)
         former.evict()
         nvme.slabs.give_back(former)
         return True

@@ -168,7 +168,7 @@ class Retrieving:
         for slot, blocks in found:
             if slot.owner is not None:
                 self._touch(slot)
-            if slot.place.tier is self._state.directory.host.tier:
+            if slot.tier is self._state.directory.host.tier:
                 self._load(slot, slot_header(slot, 0), Wait(batch.ticket, chunk), blocks)
             else:
                 self._read(slot, Reader(batch.ticket.wait(chunk), blocks))
@@ -187,7 +187,7 @@ class Retrieving:
         return batch.ticket.keys[chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES]
 
     def _touch(self, slot: Slot) -> None:
-        tree = self._state.directory.tree(slot.place.tier)
+        tree = self._state.directory.tree(slot.tier)
         if tree is not None and slot.owner is not None:
             tree.touch(slot.owner)
 
@@ -248,7 +248,7 @@ class Retrieving:
     def _give_up(self, source: Slot, status: MoveStatus) -> None:
         """A read failed: the chunk leaves the tier. Where the bytes at rest are bad, the header is
         overwritten too, so that it doesn't come back with the next start."""
-        tree = self._state.directory.tree(source.place.tier)
+        tree = self._state.directory.tree(source.tier)
         copy = source.owner
         if tree is None or copy is None or not copy.live:
             return

@@ -66,6 +66,9 @@ _SWEEP_TICK_S = 0.002
 _WATCH_TICK_S = 0.02
 """For so long what watchers are told comes together."""
 _EXPIRE_MAX = 1000
+_BURY_SLOTS = 2000
+SPACES_PAGE = 1000
+"""Namespaces told at a time."""
 
 
 class Service:
@@ -103,7 +106,7 @@ class Service:
             Watch: self._watching.watch,
         }
         if self._state.directory.nvme is not None:
-            self._state.directory.nvme.linear = True
+            self._state.directory.nvme.scanning = True
 
     # ------------------------------------------------------------ events
 
@@ -132,28 +135,35 @@ class Service:
 
     def idle(self) -> bool:
         """Whether no Move is queued or running and nothing waits for its write: a clean stop."""
-        state = self._state
-        return not (state.transfers.jobs() or state.batches or len(self._writing))
+        transfers = self._state.transfers
+        moves = transfers.running() or transfers.queued()
+        return not (moves or self._stepping() or len(self._writing))
 
     def next_tick_s(self, now: float) -> float:
         """How long until a Tick is useful."""
-        if self._state.batches:
+        if self._stepping():
             return 0.0
-        if any(tree.sweeping() for tree in self._state.directory.trees()):
-            return _SWEEP_TICK_S
+        for tree in self._state.directory.trees():
+            if tree.sweeping() or tree.slabs.burying():
+                return _SWEEP_TICK_S
         return _WATCH_TICK_S if self._watching.due() else _TICK_S
 
+    def spaces(self, first: int, most: int = SPACES_PAGE) -> tuple[SpaceStats, ...]:
+        """Up to ``most`` namespaces from the ``first`` on, in the order in which they came."""
+        return tuple(
+            SpaceStats(s.tenant, s.model, s.alias, s.namespace.hex(), s.epoch, s.chunks())
+            for s in self._state.spaces.some(first, most)
+        )
+
     def stats(self, now: float) -> CoreStats:
-        """A snapshot; takes time in proportion to slabs and namespaces, not chunks."""
+        """A snapshot, of the first SPACES_PAGE namespaces; takes time in proportion to slabs,
+        engines and sessions, not chunks."""
         state = self._state
-        spaces = state.spaces.all()
         return CoreStats(
-            tiers=state.directory.stats(spaces, state.transfers.held()),
+            tiers=state.directory.stats(),
             engines=tuple(engine.stats() for engine in state.engines.engines()),
-            spaces=tuple(
-                SpaceStats(s.tenant, s.model, s.alias, s.namespace.hex(), s.epoch, s.chunks())
-                for s in spaces
-            ),
+            spaces=self.spaces(0),
+            spaces_total=len(state.spaces),
             sessions=len(state.engines.sessions()),
             leases=len(state.leases),
             moves_in_flight=state.transfers.running(),
@@ -175,6 +185,12 @@ class Service:
         """Raise InvariantError unless everything fits together; takes time in proportion to
         chunks."""
         check(self._state)
+
+    def _stepping(self) -> bool:
+        """Whether something that was begun goes on at the next Tick, which is due at once."""
+        if self._state.batches or self._clearing.running():
+            return True
+        return self._restoring.running()
 
     # ------------------------------------------------------------ requests
 
@@ -311,8 +327,10 @@ class Service:
         self._writing.tick()
         for tree in state.directory.trees():
             tree.sweep(state.limits.sweep_entries)
+            tree.slabs.bury(_BURY_SLOTS)
         self._clearing.tick()
         self._watching.tick()
+        self._restoring.step()
 
     # ------------------------------------------------------------ after each event
 

@@ -17,39 +17,80 @@ from kvstore.core.slots import Slot, SlotState
 
 
 class Slab:
-    """One slab: ``capacity`` slots of ``slot_bytes``. ``last_use`` is the latest use of any
-    slot."""
+    """One slab of a tier: ``capacity`` slots of ``slot_bytes``, of which ``made`` exist as objects.
+
+    ``free`` are those that are FREE, ``held`` counts those that a Move holds, ``filled`` those that
+    are READY or DOOMED; ``last_use`` is the latest use of any. While ``adopting``, a scan tells
+    which slots there are, and only those that it named are given out.
+    """
 
     __slots__ = (
+        "adopting",
         "capacity",
+        "filled",
         "free",
-        "fresh",
+        "held",
         "last_use",
+        "made",
         "number",
         "refused",
         "retired",
         "slot_bytes",
         "slots",
+        "tier",
+        "unmade_from",
     )
 
-    def __init__(self, number: int, slot_bytes: int, capacity: int) -> None:
+    def __init__(self, tier: TierName, number: int, slot_bytes: int, capacity: int) -> None:
+        self.tier = tier
         self.number = number
         self.slot_bytes = slot_bytes
         self.capacity = capacity
-        self.slots: dict[int, Slot] = {}
+        self.slots: list[Slot | None] = []
+        self.made = 0
+        self.unmade_from = 0
         self.free: list[Slot] = []
-        self.fresh = 0
+        self.held = 0
+        self.filled = 0
         self.last_use = 0
+        self.adopting = False
         self.retired = False
         self.refused = False
 
+    def __iter__(self) -> Iterator[Slot]:
+        """All slots that exist."""
+        return (slot for slot in self.slots if slot is not None)
+
     def has_room(self) -> bool:
         """Whether a slot can be taken."""
-        return not self.retired and (bool(self.free) or self.fresh < self.capacity)
+        fresh = self.made < self.capacity and not self.adopting
+        return not self.retired and (fresh or bool(self.free))
 
     def used(self) -> int:
         """Slots that aren't FREE."""
-        return len(self.slots) - len(self.free)
+        return self.made - len(self.free)
+
+    def slot(self, index: int) -> Slot | None:
+        """The slot at a place, if it exists."""
+        return self.slots[index] if index < len(self.slots) else None
+
+    def make(self, index: int) -> Slot:
+        """The slot at a place, which doesn't exist yet."""
+        slot = Slot(self, index)
+        if index == len(self.slots):
+            self.slots.append(slot)
+        else:
+            self.slots[index] = slot
+        self.made += 1
+        return slot
+
+    def make_next(self) -> Slot:
+        """The first slot that doesn't exist yet."""
+        index = len(self.slots)
+        if index == self.capacity:
+            index = self.slots.index(None, self.unmade_from)
+            self.unmade_from = index + 1
+        return self.make(index)
 
 
 class SlabSpace:
@@ -69,6 +110,7 @@ class SlabSpace:
         self._uncut: list[int] = []
         self._open: dict[int, dict[int, Slab]] = {}
         self._empty: dict[int, Slab] = {}
+        self._dead: list[Slab] = []
 
     def take(self, slot_bytes: int) -> Slot | None:
         """A FREE slot of this size: of a slab cut for it, or of one cut now, which may have been
@@ -77,11 +119,7 @@ class SlabSpace:
         if slab is None:
             return None
         self._empty.pop(slab.number, None)
-        if slab.free:
-            slot = slab.free.pop()
-        else:
-            slot = self._make(slab, slab.fresh)
-            slab.fresh += 1
+        slot = slab.free.pop() if slab.free else slab.make_next()
         if not slab.has_room():
             self._open[slot_bytes].pop(slab.number, None)
         return slot
@@ -90,7 +128,7 @@ class SlabSpace:
         """Take back a slot that has become FREE."""
         if slot.state is not SlotState.FREE:
             raise InvariantError(f"{slot!r}: given back while not free")
-        slab = self._slabs[slot.place.slab]
+        slab = slot.slab
         slab.free.append(slot)
         if slab.retired:
             if not slab.used():
@@ -109,13 +147,15 @@ class SlabSpace:
         if slab is None:
             self._never_cut.remove(place.slab)
             slab = self._cut(place.slab, place.slot_bytes)
-            slab.fresh = slab.capacity
+            slab.slots = [None] * slab.capacity
+            slab.adopting = True
             self._open[slab.slot_bytes].pop(slab.number, None)
-        known = slab.slot_bytes == place.slot_bytes and place.index not in slab.slots
-        if not known or not 0 <= place.index < slab.capacity:
+        if slab.slot_bytes != place.slot_bytes or not 0 <= place.index < slab.capacity:
+            return None
+        if slab.slot(place.index) is not None:
             return None
         self._empty.pop(place.slab, None)
-        return self._make(slab, place.index)
+        return slab.make(place.index)
 
     def retire(self, number: int) -> None:
         """No slot of this slab is given out any more; once all are free, the slab is uncut
@@ -130,8 +170,7 @@ class SlabSpace:
         """The device had no place for a slab: unless it keeps something, it counts as never cut
         once its slots are free, and is tried after all others."""
         slab = self._slabs.get(number)
-        states = (SlotState.READY, SlotState.DOOMED)
-        if slab is None or any(slot.state in states for slot in slab.slots.values()):
+        if slab is None or slab.filled:
             return
         slab.refused = True
         self.retire(number)
@@ -146,15 +185,10 @@ class SlabSpace:
     def open_unseen(self) -> None:
         """A scan has ended: slots of adopted slabs that it didn't name are free."""
         for slab in self._slabs.values():
-            missing = len(slab.slots) < slab.fresh
-            for index in range(slab.fresh) if missing else ():
-                if index not in slab.slots:
-                    self.give_back(self._make(slab, index))
-
-    def touch(self, slot: Slot, use: int) -> None:
-        """Note a use of the slot, for reclaiming the coldest slab first."""
-        slab = self._slabs[slot.place.slab]
-        slab.last_use = max(slab.last_use, use)
+            if slab.adopting:
+                slab.adopting = False
+                if slab.has_room():
+                    self._open[slab.slot_bytes][slab.number] = slab
 
     def coldest_foreign(self, slot_bytes: int) -> Slab | None:
         """The slab to reclaim for a size below its fair share: the coldest, without Moves and
@@ -174,14 +208,33 @@ class SlabSpace:
             if slab.slot_bytes != slot_bytes
             and not slab.retired
             and sizes[slab.slot_bytes] > share - (mine == 0)
-            and not any(_is_kept(slot) for slot in slab.slots.values())
+            and not _is_kept(slab)
         )
         return min(donors, key=lambda slab: (slab.last_use, slab.number), default=None)
 
+    def bury(self, entries: int) -> int:
+        """Take apart up to ``entries`` slots of slabs that are no more, whose references to one
+        another nothing else would end; tells how many."""
+        done = 0
+        while self._dead and done < entries:
+            slab = self._dead[-1]
+            slab.free = []
+            slots = slab.slots
+            step = min(len(slots), entries - done)
+            del slots[len(slots) - step :]
+            done += step
+            if not slots:
+                self._dead.pop()
+        return done
+
+    def burying(self) -> bool:
+        """Whether slabs are left to take apart."""
+        return bool(self._dead)
+
     def lists(self, slot: Slot) -> bool:
         """Whether the slot is the one at its place."""
-        slab = self._slabs.get(slot.place.slab)
-        return slab is not None and slab.slots.get(slot.place.index) is slot
+        slab = slot.slab
+        return self._slabs.get(slab.number) is slab and slab.slot(slot.index) is slot
 
     def cuts(self) -> Iterator[Slab]:
         """All slabs that are cut."""
@@ -198,16 +251,15 @@ class SlabSpace:
         if numbers != list(range(self.limits.slabs)):
             raise InvariantError(f"{self.tier.value}: slabs {numbers[:8]}... are lost or doubled")
         for slab in self._slabs.values():
-            free = {slot.place.index for slot in slab.free}
+            free = {slot.index for slot in slab.free}
             if len(free) != len(slab.free):
                 raise InvariantError(
                     f"{self.tier.value}: slab {slab.number} has a slot freed twice"
                 )
-            for index, slot in slab.slots.items():
-                if (slot.state is SlotState.FREE) != (index in free):
+            for slot in slab:
+                if (slot.state is SlotState.FREE) != (slot.index in free):
                     raise InvariantError(f"{slot!r}: its state and the free list disagree")
-            if slab.number in self._empty and slab.used():
-                raise InvariantError(f"{self.tier.value}: slab {slab.number} isn't empty")
+            self._check_counts(slab)
 
     def _open_slab(self, slot_bytes: int) -> Slab | None:
         slabs = self._open.get(slot_bytes)
@@ -224,18 +276,13 @@ class SlabSpace:
         return self._cut(numbers.pop(), slot_bytes)
 
     def _cut(self, number: int, slot_bytes: int) -> Slab:
-        slab = Slab(number, slot_bytes, self.limits.slab_bytes // slot_bytes)
+        slab = Slab(self.tier, number, slot_bytes, self.limits.slab_bytes // slot_bytes)
         self._slabs[number] = slab
         self._sizes[slot_bytes] += 1
         self._open.setdefault(slot_bytes, {})
         if slab.has_room():
             self._open[slot_bytes][number] = slab
         return slab
-
-    def _make(self, slab: Slab, index: int) -> Slot:
-        slot = Slot(Place(self.tier, slab.number, index, slab.slot_bytes))
-        slab.slots[index] = slot
-        return slot
 
     def _unmake(self, slab: Slab) -> None:
         del self._slabs[slab.number]
@@ -246,7 +293,21 @@ class SlabSpace:
             self._never_cut.insert(0, slab.number)
         else:
             self._uncut.append(slab.number)
+        self._dead.append(slab)
+
+    def _check_counts(self, slab: Slab) -> None:
+        filled = sum(slot.state in (SlotState.READY, SlotState.DOOMED) for slot in slab)
+        held = sum(bool(slot.holders) for slot in slab)
+        counts = (sum(1 for _ in slab), filled, held)
+        if counts != (slab.made, slab.filled, slab.held):
+            raise InvariantError(f"{self.tier.value}: slab {slab.number} counts wrong")
+        if slab.number in self._empty and slab.used():
+            raise InvariantError(f"{self.tier.value}: slab {slab.number} isn't empty")
+        known = slab.number in self._open[slab.slot_bytes]
+        if slab.has_room() and not known:
+            raise InvariantError(f"{self.tier.value}: slab {slab.number} has room that is lost")
 
 
-def _is_kept(slot: Slot) -> bool:
-    return bool(slot.holders) or (slot.owner is not None and slot.owner.leases > 0)
+def _is_kept(slab: Slab) -> bool:
+    """Whether a Move holds a slot of the slab, or a lease protects one."""
+    return slab.held > 0 or any(slot.owner is not None and slot.owner.leases > 0 for slot in slab)

@@ -20,15 +20,17 @@ handed on to those who wait for it, before its parent lets it commit).
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.core.errors import InvariantError, StaleLeaseError
 from kvstore.core.layout import Part
-from kvstore.core.messages import MoveID, Place
+from kvstore.core.messages import MoveID, Place, TierName
 from kvstore.core.words import Word
 
 if TYPE_CHECKING:
+    from kvstore.core.slabs import Slab
     from kvstore.core.tickets import Wait
     from kvstore.core.tree_nodes import Copy
 
@@ -54,46 +56,79 @@ TRANSITIONS: dict[tuple[SlotState, str], SlotState] = {
 }
 
 
-class Slot:
-    """One slot. ``owner`` is the copy whose shard and part it keeps, None in FREE and in staging.
+_NO_MOVES: frozenset[MoveID] = frozenset()
 
-    ``landed``: a RESERVED slot's bytes are whole, and it waits for its parent to commit. ``waits``
-    are the tickets to tell when it commits or is cancelled. ``write_queued``: it waits for its
-    write to NVMe, which isn't tried before ``write_again_s`` where it was refused.
+
+class Slot:
+    """One slot of ``slab``. ``owner`` is the copy whose shard and part it keeps, None in FREE and
+    in staging.
+
+    There are millions, so sets and lists exist only while something is in them. ``landed``: a
+    RESERVED slot's bytes are whole, and it waits for its parent to commit. ``waits`` are the
+    tickets to tell when it commits or is cancelled. ``write_queued``: it waits for its write to
+    NVMe, which isn't tried before ``write_again_s`` where it was refused. ``sequence``: when a scan
+    found it written, of two slots of one part the newer one counts.
     """
 
     __slots__ = (
         "generation",
         "holders",
+        "index",
         "landed",
         "owner",
         "part",
         "payload_bytes",
-        "place",
+        "sequence",
         "shard",
+        "slab",
         "state",
         "waits",
         "write_again_s",
         "write_queued",
     )
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, slab: Slab, index: int) -> None:
+        self.slab = slab
+        self.index = index
         self.state = SlotState.FREE
         self.generation = 0
-        self.holders: set[MoveID] = set()
+        self.holders: Set[MoveID] = _NO_MOVES
         self.owner: Copy | None = None
         self.shard = 0
         self.part = Part.FULL
         self.payload_bytes = 0
+        self.sequence = 0
         self.landed = False
         self.write_queued = False
         self.write_again_s = 0.0
-        self.waits: list[Wait] = []
+        self.waits: Sequence[Wait] = ()
 
     def __repr__(self) -> str:
-        at = self.place
-        return f"Slot({at.tier.value} {at.slab}.{at.index} {self.state.value} g{self.generation})"
+        where = f"{self.slab.tier.value} {self.slab.number}.{self.index}"
+        return f"Slot({where} {self.state.value} g{self.generation})"
+
+    @property
+    def place(self) -> Place:
+        """Where its bytes lie."""
+        slab = self.slab
+        return Place(slab.tier, slab.number, self.index, slab.slot_bytes)
+
+    @property
+    def tier(self) -> TierName:
+        """The tier that it is in."""
+        return self.slab.tier
+
+    def add_wait(self, wait: Wait) -> None:
+        """One more to tell when it commits or is cancelled."""
+        if isinstance(self.waits, list):
+            self.waits.append(wait)
+        else:
+            self.waits = [wait]
+
+    def take_waits(self) -> Sequence[Wait]:
+        """Those to tell, who wait no longer."""
+        waits, self.waits = self.waits, ()
+        return waits
 
     def reserve(self, owner: Copy | None, shard: int, part: Part, payload_bytes: int) -> None:
         """FREE -> RESERVED, for ``payload_bytes`` bytes of ``owner``'s shard and part."""
@@ -106,6 +141,7 @@ class Slot:
         if not self.landed:
             raise InvariantError(f"{self!r}: commit before its bytes have landed")
         self._go("commit")
+        self.slab.filled += 1
 
     def cancel(self) -> None:
         """RESERVED -> CANCELLED."""
@@ -116,6 +152,7 @@ class Slot:
         if self.holders:
             raise InvariantError(f"{self!r}: evict while Moves {sorted(self.holders)} hold it")
         self._go("evict")
+        self.slab.filled -= 1
         self._clean()
 
     def doom(self) -> None:
@@ -126,18 +163,26 @@ class Slot:
         """A Move names the slot: it stays until ``let_go``."""
         if self.state is SlotState.FREE or move in self.holders:
             raise InvariantError(f"{self!r}: can't be held by Move {move}")
-        self.holders.add(move)
+        if isinstance(self.holders, set):
+            self.holders.add(move)
+        else:
+            self.holders = {move}
+            self.slab.held += 1
 
     def let_go(self, move: MoveID) -> None:
         """The Move has ended."""
-        if move not in self.holders:
+        if not isinstance(self.holders, set) or move not in self.holders:
             raise InvariantError(f"{self!r}: Move {move} doesn't hold it")
         self.holders.remove(move)
+        if not self.holders:
+            self.holders = _NO_MOVES
+            self.slab.held -= 1
 
     def free_if_dead(self) -> bool:
         """CANCELLED or DOOMED -> FREE once no Move holds it; tells whether that happened."""
         if self.holders or self.state not in (SlotState.CANCELLED, SlotState.DOOMED):
             return False
+        self.slab.filled -= self.state is SlotState.DOOMED
         self._go("free")
         self._clean()
         return True
@@ -151,10 +196,11 @@ class Slot:
     def _clean(self) -> None:
         self.generation += 1
         self.owner = None
+        self.sequence = 0
         self.landed = False
         self.write_queued = False
         self.write_again_s = 0.0
-        self.waits = []
+        self.waits = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ written to a durable tier before its record is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from kvstore.core.errors import CapacityError
 from kvstore.core.messages import Persist, SpaceRecord, TierName
@@ -17,6 +18,8 @@ from kvstore.core.tree_nodes import Index
 
 SPACES_MAX = 65_536
 TENANT_BYTES_MAX = 128
+_FORGET_SPACES = 256
+"""Unused namespaces forgotten at a time, to make room for new ones."""
 
 
 class Space:
@@ -61,7 +64,7 @@ class Space:
 
     def chunks(self) -> int:
         """Chunks in the tier that has most of them."""
-        return max(len(index) for index in self.index.values())
+        return max(map(len, self.index.values()))
 
 
 @dataclass(slots=True)
@@ -70,13 +73,15 @@ class Spaces:
     way."""
 
     _spaces: dict[tuple[str, bytes], Space] = field(default_factory=dict)
+    _records: dict[tuple[str, bytes], SpaceRecord] = field(default_factory=dict)
+    _unpersisted: dict[Space, None] = field(default_factory=dict)
     _number: int = 0
     _durable: int = 0
 
     def restore(self, records: tuple[SpaceRecord, ...]) -> None:
         """Take over what the manifest kept."""
         for record in records:
-            self._spaces[record.tenant, record.namespace] = Space(record, shards=0, persisted=True)
+            self._keep(Space(record, shards=0, persisted=True), record)
 
     def find(self, tenant: str, namespace: bytes) -> Space | None:
         """The current space, if there is one."""
@@ -95,6 +100,7 @@ class Spaces:
             space.shards = shards
             changed = (space.model, space.alias) != (record.model, record.alias)
             space.model, space.alias = record.model, record.alias
+            self._records[record.tenant, record.namespace] = space.record()
             return space, self.persist() if changed else None
         if len(self._spaces) >= SPACES_MAX:
             self._forget_unused(used())
@@ -104,44 +110,59 @@ class Spaces:
                 "start with an empty nvme.path to forget those that are no longer used"
             )
         space = Space(record, shards, persisted=False)
-        self._spaces[record.tenant, record.namespace] = space
+        self._keep(space, record)
         return space, self.persist()
 
     def _forget_unused(self, used: set[Space]) -> None:
         """Make room: forget namespaces that no engine uses, that keep no chunk, and that were never
         cleared (what an epoch ended may still lie on disk, so that epoch is kept)."""
-        for key, space in list(self._spaces.items()):
-            if space not in used and not space.epoch and not space.chunks():
-                space.alive = False
-                del self._spaces[key]
+        unused = (
+            (key, space)
+            for key, space in self._spaces.items()
+            if not space.epoch and not space.chunks() and space not in used
+        )
+        for key, space in list(islice(unused, _FORGET_SPACES)):
+            space.alive = False
+            del self._spaces[key], self._records[key]
+            self._unpersisted.pop(space, None)
 
     def raise_epoch(self, space: Space) -> Space:
         """Replace a space by an empty one of the next epoch; the old one is dead at once."""
         space.alive = False
-        record = space.record()
-        after = Space(
-            SpaceRecord(
-                record.tenant, record.namespace, record.model, record.alias, record.epoch + 1
-            ),
-            space.shards,
-            persisted=False,
-        )
+        self._unpersisted.pop(space, None)
+        record = replace(space.record(), epoch=space.epoch + 1)
+        after = Space(record, space.shards, persisted=False)
         after.dtype, after.tokens = space.dtype, space.tokens
-        self._spaces[after.tenant, after.namespace] = after
+        self._keep(after, record)
         return after
 
     def persist(self) -> Persist:
         """The effect that makes all records durable."""
         self._number += 1
-        return Persist(self._number, tuple(space.record() for space in self._spaces.values()))
+        return Persist(self._number, tuple(self._records.values()))
 
     def persisted(self, number: int) -> None:
         """A Persist is durable; with it are all before it, as each replaces the whole."""
         self._durable = max(self._durable, number)
         if self._durable == self._number:
-            for space in self._spaces.values():
+            for space in self._unpersisted:
                 space.persisted = True
+            self._unpersisted = {}
 
     def all(self) -> list[Space]:
         """All current spaces."""
         return list(self._spaces.values())
+
+    def some(self, first: int, most: int) -> list[Space]:
+        """Up to ``most`` current spaces from the ``first`` on, in the order in which they came."""
+        return list(islice(self._spaces.values(), first, first + most))
+
+    def __len__(self) -> int:
+        return len(self._spaces)
+
+    def _keep(self, space: Space, record: SpaceRecord) -> None:
+        key = record.tenant, record.namespace
+        self._spaces[key] = space
+        self._records[key] = record
+        if not space.persisted:
+            self._unpersisted[space] = None

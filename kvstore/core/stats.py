@@ -101,12 +101,14 @@ class SpaceStats:
 
 @dataclass(frozen=True, slots=True)
 class CoreStats:
-    """A snapshot of the whole core. ``changes_dropped`` counts what sessions that watch weren't
-    told, as they had fallen behind."""
+    """A snapshot of the whole core. ``spaces`` are some of ``spaces_total``, the rest is asked for
+    in pages. ``changes_dropped`` counts what sessions that watch weren't told, as they had fallen
+    behind."""
 
     tiers: tuple[TierStats, ...]
     engines: tuple[EngineStats, ...]
     spaces: tuple[SpaceStats, ...]
+    spaces_total: int
     sessions: int
     leases: int
     moves_in_flight: int

@@ -156,7 +156,7 @@ class Storing:
         if slot is None:
             return self._reserve(batch, chunk, header)
         if slot.state is SlotState.RESERVED:
-            slot.waits.append(ticket.wait(chunk))
+            slot.add_wait(ticket.wait(chunk))
             ticket.joined.append(Handle.of(slot))
         else:
             self._again(batch, slot)
@@ -170,7 +170,7 @@ class Storing:
             return slot
         if slot.owner is not None and header.part is Part.FULL:
             slot.owner.count_store(batch.shard.rank())
-        slot.waits.append(ticket.wait(chunk))
+        slot.add_wait(ticket.wait(chunk))
         ticket.own_slots.append(Handle.of(slot))
         job = Job(
             state.transfers.next_id(),
@@ -195,6 +195,6 @@ class Storing:
             self._state.directory.tell(copy.space, copy.key)
             copy.count_store(batch.shard.rank())
         admitted = copy.stores == self._state.limits.admit_after
-        for other in list(copy.slots()) if admitted else [slot]:
+        for other in copy.slots() if admitted else [slot]:
             if other.state is SlotState.READY:
                 self._writing.consider(other)

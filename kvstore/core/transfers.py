@@ -193,11 +193,6 @@ class Transfers:
         """Jobs that wait."""
         return len(self._queued)
 
-    def held(self) -> set[Slot]:
-        """The slots that jobs hold, staging left out."""
-        slots = {slot for job in self.jobs() for slot in (job.source, job.target)}
-        return {slot for slot in slots if slot is not None and slot.owner is not None}
-
     def jobs(self) -> list[Job]:
         """All jobs, waiting and running."""
         return [*self._queued.values(), *self._handed.values()]

@@ -7,7 +7,7 @@ Two rules make a lookup one bisection:
   prefix-closed, hence so are the visible copies.
 * *Leave from the leaves*: only leaves are evicted. What must go from the middle (corrupt bytes, a
   slab taken for another size) is doomed: the copy leaves at once, its subtree is hidden and swept
-  in bounded steps. While anything is hidden, lookups walk from the head and check each link.
+  in bounded steps. While anything is hidden, what a bisection finds is checked by a walk up.
 
 Whoever waits for a slot is told through ``settled``, new READY slots appear in ``committed``, and
 ``lost`` counts cancelled ones; the service drains them after each event.
@@ -31,7 +31,7 @@ from kvstore.core.slots import Slot, SlotState
 from kvstore.core.spaces import Space
 from kvstore.core.stats import Drop
 from kvstore.core.tickets import Wait
-from kvstore.core.tree_nodes import Copy, Index, lands, may_commit
+from kvstore.core.tree_nodes import Copy, Index, gap_above, lands, may_commit
 
 _SWEEP_ENTRIES = 64
 """Hidden copies freed at most to make room for one slot."""
@@ -50,8 +50,10 @@ class Tree:
         self.watched = False
         self.changed: list[tuple[Copy, bool]] = []
         """Copies that came or left, noted while the tree is ``watched``."""
-        self.linear = False
-        """Set while a scan restores the tree: links may be missing, so lookups walk."""
+        self.chunks = 0
+        """Copies in the indices of spaces that are alive."""
+        self.scanning = False
+        """Set while a scan restores the tree: more may be found."""
         self._candidates = Candidates(policy)
         self._hidden = Hidden()
         self._last_rooted: Copy | None = None
@@ -67,17 +69,14 @@ class Tree:
         """How many leading keys of a chain that starts at a root are visible."""
         count = len(keys) // KEY_BYTES
         index = space.index[self.tier]
-        if self.linear or self._hidden.subtrees():
-            return self._walk(index, keys, count)
-        low = 0
-        while low < count:
-            middle = (low + count) // 2
-            copy = index.get(keys[middle * KEY_BYTES : (middle + 1) * KEY_BYTES])
-            if copy is not None and copy.visible():
-                low = middle + 1
-            else:
-                count = middle
-        return low
+        run = index.visible_run(keys, count)
+        while run and self._hidden.subtrees():
+            copy = index.get(keys[(run - 1) * KEY_BYTES : run * KEY_BYTES])
+            gap = None if copy is None else self._gap(copy)
+            if gap is None:
+                return run
+            run = index.visible_run(keys, min(run - 1, gap.depth + 1))
+        return run
 
     def current(self, space: Space, header: ChunkHeader) -> Slot | None:
         """The RESERVED or READY slot of one part of one chunk shard."""
@@ -102,7 +101,7 @@ class Tree:
         self._uses += 1
         copy.last_use = self._uses
         for slot in copy.slots():
-            self.slabs.touch(slot, self._uses)
+            slot.slab.last_use = self._uses
 
     def start_uses_at(self, use: int) -> None:
         """Uses from now on are later than ``use`` (the newest write that a scan found)."""
@@ -141,10 +140,10 @@ class Tree:
                 self._orphan(copy)
             return reason
         slot.reserve(copy, header.shard, header.part, header.payload_bytes)
-        copy.parts[header.part][header.shard] = slot
+        copy.put(header.part, header.shard, slot)
         if fresh:
             self.touch(copy)
-            space.index[self.tier].put(copy)
+            self.enter(copy)
         return slot
 
     def landed(self, slot: Slot) -> None:
@@ -207,8 +206,21 @@ class Tree:
         self._drop(copy)
         self._hidden.add(copy)
 
+    def enter(self, copy: Copy) -> None:
+        """Enter a copy into its space's index."""
+        index = copy.space.index[self.tier]
+        before = len(index)
+        index.put(copy)
+        self.chunks += len(index) - before
+
+    def drop_space(self, space: Space) -> None:
+        """A space has died: its copies are freed by sweeps."""
+        index = space.index[self.tier]
+        self.chunks -= len(index)
+        self._hidden.add_index(index)
+
     def drop_index(self, index: Index) -> None:
-        """Give up all copies of a dead space; they are freed by sweeps."""
+        """Give up copies that are in no space's index; they are freed by sweeps."""
         self._hidden.add_index(index)
 
     def sweep(self, entries: int) -> int:
@@ -231,14 +243,11 @@ class Tree:
         """Tell the policies that a copy may be evictable."""
         self._candidates.offer(copy)
 
-    def _walk(self, index: Index, keys: bytes, count: int) -> int:
-        before: Copy | None = None
-        for place in range(count):
-            copy = index.get(keys[place * KEY_BYTES : (place + 1) * KEY_BYTES])
-            if copy is None or not copy.visible() or copy.parent is not before:
-                return place
-            before = copy
-        return count
+    def _leave(self, copy: Copy) -> None:
+        """Take a copy out of its space's index."""
+        copy.live = False
+        if copy.space.index[self.tier].remove(copy) and copy.space.alive:
+            self.chunks -= 1
 
     def _attached(self, space: Space, header: ChunkHeader) -> Copy | None:
         """The chunk's copy; one that is hidden is taken out first."""
@@ -249,17 +258,16 @@ class Tree:
         return copy
 
     def rooted(self, copy: Copy) -> bool:
-        """Whether nothing above a copy is doomed. The copy last found rooted ends the walk, so that
-        a chain costs one step a chunk."""
-        if not self._hidden.subtrees():
-            return True
-        above: Copy | None = copy
-        while above is not None and above is not self._last_rooted:
-            if not above.live:
-                return False
-            above = above.parent
-        self._last_rooted = copy
-        return True
+        """Whether nothing above a copy is doomed."""
+        return not self._hidden.subtrees() or self._gap(copy) is None
+
+    def _gap(self, copy: Copy) -> Copy | None:
+        """The doomed copy that a copy hangs below, if any. The copy last found to hang below none
+        ends the next walk."""
+        gap = gap_above(copy, self._last_rooted)
+        if gap is None:
+            self._last_rooted = copy
+        return gap
 
     def _may_hold(self, copy: Copy, header: ChunkHeader) -> bool:
         if not copy.live or copy.slot(header.part, header.shard) is not None:
@@ -289,11 +297,10 @@ class Tree:
         copy = slot.owner
         if copy is None:
             raise InvariantError(f"{slot!r}: commits without a copy")
-        copy.ready[slot.part] += 1
+        copy.count_ready(slot.part, 1)
         if self.watched and slot.part is Part.FULL and copy.visible():
             self.changed.append((copy, True))
-        self.settled += [(wait, True) for wait in slot.waits]
-        slot.waits = []
+        self.settled += [(wait, True) for wait in slot.take_waits()]
         self.committed.append(slot)
 
     def _cancel(self, slot: Slot, reason: Drop | None) -> None:
@@ -301,15 +308,14 @@ class Tree:
         if reason is not None:
             self.lost[reason] += 1
         if copy is not None and copy.slot(slot.part, slot.shard) is slot:
-            copy.parts[slot.part][slot.shard] = None
-        self.settled += [(wait, False) for wait in slot.waits]
-        slot.waits = []
+            copy.put(slot.part, slot.shard, None)
+        self.settled += [(wait, False) for wait in slot.take_waits()]
         slot.cancel()
         if slot.free_if_dead():
             self.slabs.give_back(slot)
 
     def _leave_if_empty(self, copy: Copy) -> None:
-        if copy.live and next(copy.slots(), None) is None:
+        if copy.live and not copy.slots():
             self._orphan(copy)
         elif copy.live:
             self.offer(copy)
@@ -323,10 +329,9 @@ class Tree:
         """Take a copy and its slots out of everything but its children's links."""
         if self.watched and copy.visible():
             self.changed.append((copy, False))
-        copy.live = False
         self._last_rooted = None
-        copy.space.index[self.tier].remove(copy)
-        for slot in list(copy.slots()):
+        self._leave(copy)
+        for slot in copy.slots():
             if slot.state is SlotState.RESERVED:
                 self._cancel(slot, Drop.PARENT_LOST if copy.space.alive else Drop.CLEARED)
             elif slot.state is SlotState.READY:
@@ -363,7 +368,7 @@ class Tree:
 
     def _reclaim(self, slab: Slab) -> None:
         """Doom every copy with a slot in the slab, so that it can be cut for another size."""
-        for slot in list(slab.slots.values()):
+        for slot in list(slab):
             if slot.owner is not None and slot.state is not SlotState.FREE:
                 self.evictions += slot.owner.live
                 self.doom(slot.owner)
@@ -380,18 +385,17 @@ class Tree:
         if self.watched and Part.FULL in parts and copy.visible():
             self.changed.append((copy, False))
         for part in parts:
-            for shard, slot in enumerate(copy.parts[part]):
+            for shard, slot in enumerate(copy.part(part)):
                 if slot is not None:
                     slot.evict()
                     self.slabs.give_back(slot)
-                    copy.parts[part][shard] = None
-            copy.ready[part] = 0
+                    copy.put(part, shard, None)
+                    copy.count_ready(part, -1)
         self.evictions += 1
         if Part.FULL not in parts:
             return
         parent = copy.parent
-        copy.live = False
-        copy.space.index[self.tier].remove(copy)
+        self._leave(copy)
         copy.unlink()
         if parent is not None:
             parent.last_use = max(parent.last_use, copy.last_use)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvstore.core.keys import ChunkKey
+from kvstore.core.keys import KEY_BYTES, ChunkKey
 from kvstore.core.layout import Part
 from kvstore.core.slots import Slot, SlotState
 
@@ -19,29 +19,41 @@ if TYPE_CHECKING:
     from kvstore.core.spaces import Space
 
 
-class Copy:
-    """One chunk in one tier. ``parts[part][shard]`` is its slot, RESERVED or READY, or None.
+_SPLIT_ENTRIES = 4096
+_ANCHOR_STEP = 64
 
-    ``ready[part]`` counts READY slots; a copy is visible once every shard's FULL part is READY.
+
+class Copy:
+    """One chunk in one tier. ``slot(part, shard)`` is its slot, RESERVED or READY, or None.
+
+    ``full_ready`` and ``window_ready`` count the READY slots of each part; a copy is visible once
+    every shard's FULL part is READY.
     ``live`` is False from the moment that it has left the index; ``leases`` and ``stores`` count.
     Stores are those by the rank that stored it first, so that an engine's ranks count as one.
+
+    ``anchor`` is the nearest copy above whose depth is a multiple of 64; ``broken`` tells of such a
+    one that a copy between it and the next was doomed, so that a walk up from far below takes few
+    steps wherever nothing is amiss.
     """
 
     __slots__ = (
+        "_slots",
+        "anchor",
+        "broken",
         "depth",
         "first_child",
+        "full_ready",
         "key",
         "last_use",
         "leases",
         "live",
         "next_sibling",
         "parent",
-        "parts",
         "previous_sibling",
-        "ready",
         "space",
         "stored_by",
         "stores",
+        "window_ready",
     )
 
     def __init__(self, space: Space, key: ChunkKey, depth: int, parent: Copy | None) -> None:
@@ -49,14 +61,14 @@ class Copy:
         self.key = key
         self.depth = depth
         self.parent = parent
+        self.anchor: Copy | None = None
+        self.broken = False
         self.first_child: Copy | None = None
         self.next_sibling: Copy | None = None
         self.previous_sibling: Copy | None = None
-        self.parts: tuple[list[Slot | None], list[Slot | None]] = (
-            [None] * space.shards,
-            [None] * space.shards,
-        )
-        self.ready = [0, 0]
+        self._slots: list[Slot | None] = [None] * (2 * space.shards)
+        self.full_ready = 0
+        self.window_ready = 0
         self.live = True
         self.leases = 0
         self.stores = 0
@@ -75,37 +87,57 @@ class Copy:
 
     def visible(self) -> bool:
         """Whether readers may see it: every shard's FULL part is READY and its epoch is current."""
-        return self.ready[Part.FULL] == self.space.shards and self.live and self.space.alive
+        space = self.space
+        return self.full_ready == space.shards and self.live and space.alive
 
     def window_visible(self) -> bool:
         """Whether every shard's WINDOW part is READY too."""
-        return self.visible() and self.ready[Part.WINDOW] == self.space.shards
+        return self.visible() and self.window_ready == self.space.shards
 
     def slot(self, part: Part, shard: int) -> Slot | None:
         """The slot of one part of one shard."""
-        return self.parts[part][shard]
+        return self._slots[shard + shard + part]
 
-    def slots(self) -> Iterator[Slot]:
+    def put(self, part: Part, shard: int, slot: Slot | None) -> None:
+        """Set or take away the slot of one part of one shard."""
+        self._slots[shard + shard + part] = slot
+
+    def part(self, part: Part) -> list[Slot | None]:
+        """The slots of a part, by shard."""
+        return self._slots[part::2]
+
+    def slots(self) -> list[Slot]:
         """All slots that it has."""
-        for part in self.parts:
-            for slot in part:
-                if slot is not None:
-                    yield slot
+        return [slot for slot in self._slots if slot is not None]
+
+    def count_ready(self, part: Part, change: int) -> None:
+        """So many more of a part's slots are READY."""
+        if part is Part.FULL:
+            self.full_ready += change
+        else:
+            self.window_ready += change
 
     def use(self) -> int:
         """Its rank for eviction: the last use; an incomplete family leaves first."""
-        return self.last_use if self.ready[Part.FULL] == self.space.shards else 0
+        return self.last_use if self.full_ready == self.space.shards else 0
 
     def link(self) -> None:
         """Hang it below its parent."""
         parent = self.parent
         if parent is None:
             return
+        self.find_anchor()
         head = parent.first_child
         self.next_sibling = head
         if head is not None:
             head.previous_sibling = self
         parent.first_child = self
+
+    def find_anchor(self) -> None:
+        """Take the anchor from its parent, whose place in the tree is known."""
+        parent = self.parent
+        if parent is not None:
+            self.anchor = parent.anchor if parent.depth % _ANCHOR_STEP else parent
 
     def unlink(self) -> None:
         """Take it from its parent."""
@@ -118,6 +150,12 @@ class Copy:
             self.next_sibling.previous_sibling = self.previous_sibling
         self.next_sibling = self.previous_sibling = self.parent = None
 
+    def break_off(self) -> None:
+        """It leaves while others hang below it: walks up must look at each copy around here."""
+        anchor = self.anchor if self.depth % _ANCHOR_STEP else self
+        if anchor is not None:
+            anchor.broken = True
+
     def children(self) -> Iterator[Copy]:
         """Its children; the tree must not change meanwhile."""
         child = self.first_child
@@ -129,42 +167,90 @@ class Copy:
 class Index:
     """Keys to copies, of one namespace in one tier.
 
-    64 dicts by the key's first byte: one that grows stalls its caller for as long as it copies
-    itself, which for a single dict of a million entries is tens of milliseconds.
+    One dict while it is small, then 256 by the key's first byte: a dict that grows stalls its
+    caller for as long as it copies itself, which for one of a million entries is tens of
+    milliseconds. There may be many thousands of namespaces, hence the one dict.
     """
 
-    __slots__ = ("_maps",)
+    __slots__ = ("_count", "_maps", "_mask")
 
     def __init__(self) -> None:
-        self._maps: tuple[dict[bytes, Copy], ...] = tuple({} for _ in range(64))
+        self._maps: tuple[dict[bytes, Copy], ...] = ({},)
+        self._mask = 0
+        self._count = 0
 
     def get(self, key: bytes) -> Copy | None:
         """The copy of this key."""
-        return self._maps[key[0] & 63].get(key)
+        return self._maps[key[0] & self._mask].get(key)
 
     def put(self, copy: Copy) -> None:
         """Enter a copy."""
-        self._maps[copy.key[0] & 63][copy.key] = copy
+        found = self._maps[copy.key[0] & self._mask]
+        before = len(found)
+        found[copy.key] = copy
+        self._count += len(found) - before
+        if self._count > _SPLIT_ENTRIES and not self._mask:
+            self._split()
 
-    def remove(self, copy: Copy) -> None:
-        """Take a copy out; nothing happens where the key stands for another one by now."""
-        found = self._maps[copy.key[0] & 63]
-        if found.get(copy.key) is copy:
-            del found[copy.key]
+    def remove(self, copy: Copy) -> bool:
+        """Take a copy out; tells whether it was there. Nothing happens where the key stands for
+        another one by now."""
+        found = self._maps[copy.key[0] & self._mask]
+        if found.get(copy.key) is not copy:
+            return False
+        del found[copy.key]
+        self._count -= 1
+        return True
+
+    def visible_run(self, keys: bytes, count: int) -> int:
+        """How many of the first ``count`` keys of a chain are visible, by bisection: right where
+        the copies are prefix-closed. Elsewhere the last of them is visible all the same, and the
+        one behind it isn't."""
+        maps, mask = self._maps, self._mask
+        low = 0
+        while low < count:
+            middle = (low + count) // 2
+            place = middle * KEY_BYTES
+            copy = maps[keys[place] & mask].get(keys[place : place + KEY_BYTES])
+            if copy is not None and copy.visible():
+                low = middle + 1
+            else:
+                count = middle
+        return low
 
     def pop_any(self) -> Copy | None:
         """Take out some copy; None when it is empty."""
-        for found in self._maps:
+        for found in self._maps if self._count else ():
             if found:
+                self._count -= 1
                 return found.popitem()[1]
         return None
 
     def __len__(self) -> int:
-        return sum(map(len, self._maps))
+        return self._count
 
     def __iter__(self) -> Iterator[Copy]:
         for found in self._maps:
             yield from found.values()
+
+    def _split(self) -> None:
+        whole = self._maps[0]
+        self._maps = tuple({} for _ in range(256))
+        self._mask = 255
+        for key, copy in whole.items():
+            self._maps[key[0]][key] = copy
+
+
+def gap_above(copy: Copy, rooted: Copy | None) -> Copy | None:
+    """The nearest copy at or above this one that has left its tree; None where none has. The walk
+    ends well at ``rooted``."""
+    above: Copy | None = copy
+    while above is not None and above is not rooted:
+        if not above.live:
+            return above
+        anchor = above.anchor
+        above = above.parent if anchor is None or anchor.broken else anchor
+    return None
 
 
 def lands(slot: Slot) -> bool:

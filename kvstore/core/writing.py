@@ -55,7 +55,7 @@ class Writing:
         """The next WRITE, its slots held; None while there is nothing to write, or it has to wait
         for the scan or for its namespace's record."""
         nvme = self._state.directory.nvme
-        while nvme is not None and not nvme.linear and self._backlog:
+        while nvme is not None and not nvme.scanning and self._backlog:
             handle = self._backlog[0]
             copy = handle.slot.owner
             live = not handle.is_stale() and copy is not None and copy.space.alive
@@ -81,9 +81,9 @@ class Writing:
                 nvme.fail(target, Drop.NVME_FULL if full else Drop.NVME_WRITE_FAILED)
             if full:
                 self._stop_growth(nvme)
-                nvme.slabs.refuse(target.place.slab)
+                nvme.slabs.refuse(target.slab.number)
             else:
-                nvme.slabs.avoid(target.place.slab)
+                nvme.slabs.avoid(target.slab.number)
         self._state.let_go(job)
 
     def tick(self) -> None:

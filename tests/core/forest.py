@@ -135,7 +135,7 @@ class Forest:
         """A ticket of one chunk that waits for the slot."""
         ticket = Ticket(_SESSION, 0, "store", "r")
         ticket.begin(b"", 1, 0.0)
-        slot.waits.append(ticket.wait(0))
+        slot.add_wait(ticket.wait(0))
         return ticket
 
     def settle(self) -> None:

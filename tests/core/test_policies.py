@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvstore.core.eviction import POLICIES, FirstInFirstOut, LeastRecentlyUsed, Policy
-from kvstore.core.layout import Part
 from kvstore.core.messages import SpaceRecord
 from kvstore.core.spaces import Space
 from kvstore.core.tree_nodes import Copy
@@ -18,7 +17,7 @@ def copies(count: int) -> list[Copy]:
     space = Space(SpaceRecord("t", b"n", "m", "", 0), 1, persisted=True)
     found = [Copy(space, key(chr(97 + place)), 0, None) for place in range(count)]
     for place, copy in enumerate(found):
-        copy.last_use, copy.ready[Part.FULL] = place + 1, 1
+        copy.last_use, copy.full_ready = place + 1, 1
     return found
 
 
@@ -84,7 +83,7 @@ def test_fifo_does_not() -> None:
 def test_an_incomplete_family_leaves_first() -> None:
     """Chunk "b" lacks a shard: it leaves before "a", which was used earlier."""
     policy, (a, b) = LeastRecentlyUsed(), copies(2)
-    b.ready[Part.FULL] = 0
+    b.full_ready = 0
     policy.offer(a)
     policy.offer(b)
     assert policy.take(lambda _: True) is b

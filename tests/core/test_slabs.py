@@ -149,7 +149,7 @@ def test_the_coldest_slab_without_pins_is_reclaimed() -> None:
     slots = [take(slabs, SMALL) for _ in range(12)]
     by_slab = {slot.place.slab: slot for slot in slots}
     for use, number in enumerate((1, 0, 2)):
-        slabs.touch(by_slab[number], use + 1)
+        by_slab[number].slab.last_use = use + 1
     by_slab[1].hold(MOVE)
     found = slabs.coldest_foreign(LARGE)
     assert found is not None

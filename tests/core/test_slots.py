@@ -8,7 +8,8 @@ import pytest
 
 from kvstore.core.errors import InvariantError, StaleLeaseError
 from kvstore.core.layout import Part
-from kvstore.core.messages import MoveID, Place, TierName
+from kvstore.core.messages import MoveID, TierName
+from kvstore.core.slabs import Slab
 from kvstore.core.slots import TRANSITIONS, Handle, Slot, SlotState
 
 MOVE = MoveID(7)
@@ -24,7 +25,7 @@ VERBS: dict[str, Callable[[Slot], None]] = {
 
 def slot_in(state: SlotState) -> Slot:
     """A slot brought to a state by its own verbs, its bytes landed where it is RESERVED."""
-    slot = Slot(Place(TierName.HOST, 0, 0, 4096))
+    slot = Slab(TierName.HOST, 0, 4096, 1).make(0)
     paths: dict[SlotState, tuple[str, ...]] = {
         SlotState.FREE: (),
         SlotState.RESERVED: ("reserve",),
@@ -85,7 +86,7 @@ def test_only_dead_slots_become_free_at_the_last_move(state: SlotState) -> None:
 
 def test_commit_before_the_bytes_have_landed_raises() -> None:
     """A key is never published before its bytes are whole."""
-    slot = Slot(Place(TierName.HOST, 0, 0, 4096))
+    slot = Slab(TierName.HOST, 0, 4096, 1).make(0)
     slot.reserve(None, 0, Part.FULL, 4096)
     with pytest.raises(InvariantError):
         slot.commit()

@@ -12,11 +12,10 @@ from kvstore.core.messages import (
     MoveID,
     MoveKind,
     MoveStatus,
-    Place,
     SessionID,
     TierName,
 )
-from kvstore.core.slots import Slot
+from kvstore.core.slabs import Slab
 from kvstore.core.transfers import STORES_FIRST_S, Depths, FairQueue, Job, Transfers
 from tests.core.driver import Driver, limits
 
@@ -213,7 +212,7 @@ def test_dropping_what_runs_and_finishing_what_waits_raise() -> None:
 def test_a_queued_job_holds_its_slots() -> None:
     """From the moment that it is decided, nobody may take them."""
     lanes = Lanes()
-    slot = Slot(Place(TierName.HOST, 0, 0, 4096))
+    slot = Slab(TierName.HOST, 0, 4096, 1).make(0)
     slot.reserve(None, 0, Part.FULL, 4096)
     job = lanes.job(MoveKind.STORE, ONE)
     job.target = slot

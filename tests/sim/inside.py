@@ -28,7 +28,7 @@ def check_inside(service: Service, sessions: Iterable[SessionView]) -> None:
                 f"s{view.id} was told {told.hex()[:6]}, but it is {true.hex()[:6]}"
             )
     for tree in state.directory.trees():
-        if tree.linear:
+        if tree.scanning:
             continue
         _check_room(tree)
         for space in state.spaces.all():
@@ -60,24 +60,19 @@ def _is_rooted(copy: Copy) -> bool:
 
 
 def _check_room(tree: Tree) -> None:
-    """Each slot of a cut slab is in use, in the free list, or still to be made."""
+    """A slab with room is found when a slot is asked for."""
     for slab in tree.slabs.cuts():
         if slab.used() and slab.number in tree.slabs._empty:
             raise SimulationError(f"{tree.tier.value}: slab {slab.number} counts as empty")
-        if slab.retired:
-            continue
-        known = len(slab.slots) + slab.capacity - slab.fresh
-        if known != slab.capacity:
-            raise SimulationError(
-                f"{tree.tier.value}: slab {slab.number} of {slab.capacity} slots knows {known}"
-            )
+        if slab.has_room() and slab.number not in tree.slabs._open[slab.slot_bytes]:
+            raise SimulationError(f"{tree.tier.value}: slab {slab.number} has room that is lost")
 
 
 def _check_places(tree: Tree, copy: Copy) -> None:
     """A copy's slots are those that its slabs list."""
     for slot in copy.slots():
-        slab = tree.slabs._slabs.get(slot.place.slab)
-        if slab is None or slab.slots.get(slot.place.index) is not slot:
+        slab = tree.slabs._slabs.get(slot.slab.number)
+        if slab is not slot.slab or slab.slot(slot.index) is not slot:
             raise SimulationError(f"{copy}: {slot} isn't its slab's")
 
 

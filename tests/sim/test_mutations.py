@@ -7,7 +7,7 @@ without the core's own check of its invariants, by what the outside sees alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,8 +74,8 @@ def evict_pinned(patch: Patch) -> None:
         self._go("evict")
         self._clean()
 
-    def idle(slots: list[Slot | None]) -> bool:
-        return all(slot is None or slot.state is SlotState.READY for slot in slots)
+    def idle(slots: Iterable[Slot]) -> bool:
+        return all(slot.state is SlotState.READY for slot in slots)
 
     patch(Slot, "evict", evict)
     patch(candidates, "_all_idle", idle)
@@ -94,7 +94,7 @@ def evict_from_the_middle(patch: Patch) -> None:
     """A chunk may leave while others hang below it."""
 
     def evictable(self: Candidates, copy: Copy) -> bool:
-        return self._loose(copy) and all(map(candidates._all_idle, copy.parts))
+        return self._loose(copy) and candidates._all_idle(copy.slots())
 
     patch(Candidates, "evictable", evictable)
 
@@ -209,7 +209,7 @@ def one_shard_is_enough(patch: Patch) -> None:
     """A chunk is visible with its first shard."""
 
     def visible(self: Copy) -> bool:
-        return self.ready[0] > 0 and self.live and self.space.alive
+        return self.full_ready > 0 and self.live and self.space.alive
 
     patch(Copy, "visible", visible)
 
