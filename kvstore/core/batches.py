@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvstore.core.messages import SessionID
 from kvstore.core.tickets import Ticket
 
 STEP_CHUNKS = 128
@@ -20,8 +21,9 @@ STEP_CHUNKS = 128
 class Batch:
     """A request's chunks that aren't begun yet: [``next``, ``chunks``).
 
-    ``begin`` starts one chunk and tells whether the batch goes on; when it doesn't, that chunk and
-    all after it are ``fail``-ed. ``end`` is called once, when nothing is left to begin.
+    ``begin`` starts one chunk and tells whether the batch goes on; when it doesn't, ``fail`` is
+    called with the first chunk that isn't begun. ``end`` is called once, when nothing is left to
+    begin.
     """
 
     ticket: Ticket
@@ -43,57 +45,74 @@ class Batch:
 
     def give_up(self) -> None:
         """Begin nothing more."""
-        for chunk in range(self.next, self.chunks):
-            self.fail(chunk)
-        self.next = self.chunks
+        if self.next < self.chunks:
+            self.fail(self.next)
+            self.next = self.chunks
 
 
 class Batches:
-    """Batches that are under way, the next to step first."""
+    """Batches that are under way: for each session and kind a queue, the next to step first."""
 
     def __init__(self) -> None:
-        self._batches: deque[Batch] = deque()
+        self._queues: dict[tuple[SessionID, str], deque[Batch]] = {}
+        self._batches: dict[Ticket, Batch] = {}
 
-    def __bool__(self) -> bool:
+    def running(self) -> bool:
+        """Whether any is left to begin, at the next Tick."""
         return bool(self._batches)
 
     def add(self, batch: Batch) -> None:
         """Begin a batch, as much of it as one event may; the ticket waits for its end."""
-        batch.ticket.wait(0)
-        if any(_follows(batch, other) for other in self._batches) or not batch.step():
-            self._batches.append(batch)
-        else:
+        ticket = batch.ticket
+        ticket.wait(0)
+        queue = self._live(ticket)
+        if queue is None and batch.step():
             _finish(batch)
+            return
+        self._batches[ticket] = batch
+        if queue is None:
+            self._queues[ticket.session, ticket.kind] = deque([batch])
+        else:
+            queue.append(batch)
 
     def step(self) -> Ticket | None:
         """One step of the batch whose turn it is; returns the ticket whose batch has ended."""
-        if not self._batches:
-            return None
-        batch = self._batches.popleft()
-        if batch.step():
-            _finish(batch)
-            return batch.ticket
-        self._put_back(batch)
+        while self._queues:
+            turn, queue = next(iter(self._queues.items()))
+            del self._queues[turn]
+            while queue and queue[0].ticket not in self._batches:
+                queue.popleft()
+            if queue:
+                self._queues[turn] = queue
+                return self._step(queue)
         return None
 
     def drop(self, ticket: Ticket) -> None:
         """The ticket is cancelled: what isn't begun fails."""
-        for batch in list(self._batches):
-            if batch.ticket is ticket:
-                self._batches.remove(batch)
-                batch.give_up()
-                _finish(batch)
+        batch = self._batches.pop(ticket, None)
+        if batch is not None:
+            batch.give_up()
+            _finish(batch)
 
-    def _put_back(self, batch: Batch) -> None:
-        """Behind all others, but before those that follow it."""
-        later = [i for i, other in enumerate(self._batches) if _follows(other, batch)]
-        self._batches.insert(later[0] if later else len(self._batches), batch)
+    def _step(self, queue: deque[Batch]) -> Ticket | None:
+        batch = queue[0]
+        if not batch.step():
+            return None
+        queue.popleft()
+        del self._batches[batch.ticket]
+        _finish(batch)
+        return batch.ticket
 
-
-def _follows(batch: Batch, other: Batch) -> bool:
-    """Whether a batch must wait for another: one of its session and kind."""
-    ours, theirs = batch.ticket, other.ticket
-    return (ours.session, ours.kind) == (theirs.session, theirs.kind)
+    def _live(self, ticket: Ticket) -> deque[Batch] | None:
+        """The queue that a ticket's batch has to wait in; None where nothing waits there."""
+        turn = ticket.session, ticket.kind
+        queue = self._queues.get(turn)
+        while queue and queue[0].ticket not in self._batches:
+            queue.popleft()
+        if queue is not None and not queue:
+            del self._queues[turn]
+            return None
+        return queue
 
 
 def _finish(batch: Batch) -> None:

@@ -113,8 +113,7 @@ class Clearing:
             state.reply(session, request, cleared)
 
     def tick(self) -> None:
-        """Go on with a clear, and try again what couldn't be made durable."""
-        self.step()
+        """Try again what couldn't be made durable."""
         if self._persist_at is not None and self._state.now >= self._persist_at:
             self._persist_at = None
             self._state.effects.append(self._state.spaces.persist())

@@ -7,7 +7,7 @@ until a retrieve failed, from where on the hit is cut.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from kvstore.core.keys import KEY_BYTES
@@ -18,7 +18,13 @@ EngineKey = tuple[str, str]
 """(tenant, engine ID)."""
 
 
-@dataclass(slots=True)
+LEASE_BYTES_MAX = 256 << 20
+"""Keys kept by leases in all; beyond it the lease whose deadline is next ends early."""
+STEP_LEASES = 128
+"""Leases of a lost engine that one event ends."""
+
+
+@dataclass(slots=True, eq=False)
 class Lease:
     """One request's lease: ``chunks`` of ``keys`` are promised by ``pins`` until ``deadline_s``.
 
@@ -31,44 +37,54 @@ class Lease:
     chunks: int
     pins: list[tuple[Tree, Copy]]
     deadline_s: float
+    request: str = ""
+    siblings: dict[str, Lease] = field(default_factory=dict)
 
     def holds(self) -> bool:
         """Whether everything that it promised is still there."""
         return all(copy.live and copy.space.alive and tree.rooted(copy) for tree, copy in self.pins)
 
 
-@dataclass(slots=True)
 class Leases:
-    """All leases, one a request of an engine, in the order of their deadlines."""
+    """All leases, one a request of an engine, in the order of their deadlines.
 
-    lease_s: float
-    leases_max: int
-    _leases: OrderedDict[tuple[EngineKey, str], Lease] = field(default_factory=OrderedDict)
-    _requests: dict[EngineKey, dict[str, None]] = field(default_factory=dict)
+    Those of an engine that is lost answer nothing from then on; what they pin is let go in steps.
+    """
+
+    def __init__(self, lease_s: float, leases_max: int) -> None:
+        self.lease_s = lease_s
+        self.leases_max = leases_max
+        self._engines: dict[EngineKey, dict[str, Lease]] = {}
+        self._order: OrderedDict[Lease, None] = OrderedDict()
+        self._lost: deque[dict[str, Lease]] = deque()
+        self._key_bytes = 0
 
     def renew(self, engine: EngineKey, request: str, keys: bytes, now: float) -> Lease | None:
         """The request's lease, prolonged, if it is for the same keys and still holds."""
-        lease = self._leases.get((engine, request))
+        lease = self._find(engine, request)
         if lease is None or lease.asked != asked(keys) or not lease.holds():
             return None
         lease.deadline_s = now + self.lease_s
-        self._leases.move_to_end((engine, request))
+        self._order.move_to_end(lease)
         return lease
 
     def take(self, engine: EngineKey, request: str, lease: Lease) -> None:
-        """Start a lease, which replaces the request's former one; beyond ``leases_max`` the one
-        whose deadline is next ends early."""
+        """Start a lease, which replaces the request's former one; beyond the limits those whose
+        deadline is next end early."""
         for tree, copy in lease.pins:
             tree.lease(copy)
         self.release(engine, request)
-        self._leases[engine, request] = lease
-        self._requests.setdefault(engine, {})[request] = None
-        if len(self._leases) > self.leases_max:
-            self.release(*next(iter(self._leases)))
+        lease.request = request
+        lease.siblings = self._engines.setdefault(engine, {})
+        lease.siblings[request] = lease
+        self._order[lease] = None
+        self._key_bytes += len(lease.keys)
+        while len(self._order) > self.leases_max or self._key_bytes > LEASE_BYTES_MAX:
+            self._end(next(iter(self._order)))
 
     def cut(self, engine: EngineKey, request: str, key: bytes) -> None:
         """A retrieve of this key failed: the answer is cut before it."""
-        lease = self._leases.get((engine, request))
+        lease = self._find(engine, request)
         if lease is None:
             return
         place = lease.keys.find(key)
@@ -79,39 +95,63 @@ class Leases:
 
     def release(self, engine: EngineKey, request: str) -> None:
         """End a request's lease; nothing happens where there is none."""
-        lease = self._leases.pop((engine, request), None)
-        if lease is None:
-            return
-        requests = self._requests[engine]
-        del requests[request]
-        if not requests:
-            del self._requests[engine]
-        for tree, copy in lease.pins:
-            tree.unlease(copy)
+        lease = self._find(engine, request)
+        if lease is not None:
+            self._end(lease)
+            if not lease.siblings:
+                del self._engines[engine]
 
     def end_engine(self, engine: EngineKey) -> None:
         """End all leases of an engine."""
-        for request in list(self._requests.get(engine, ())):
-            self.release(engine, request)
+        leases = self._engines.pop(engine, None)
+        if leases:
+            self._lost.append(leases)
+            self.step()
+
+    def running(self) -> bool:
+        """Whether leases of lost engines are left to end, at the next Tick."""
+        return bool(self._lost)
+
+    def step(self) -> None:
+        """End some leases of lost engines."""
+        left = STEP_LEASES
+        while self._lost and left:
+            leases = self._lost[0]
+            if leases:
+                self._end(next(reversed(leases.values())))
+                left -= 1
+            else:
+                self._lost.popleft()
 
     def expire(self, now: float, most: int) -> None:
         """End up to ``most`` leases whose deadline has passed."""
         for _ in range(most):
-            first = next(iter(self._leases.items()), None)
-            if first is None or first[1].deadline_s > now:
+            lease = next(iter(self._order), None)
+            if lease is None or lease.deadline_s > now:
                 return
-            self.release(*first[0])
+            self._end(lease)
 
     def pins(self) -> dict[int, int]:
         """How many leases pin each copy, by the copy's id(); for checks."""
         counts: dict[int, int] = {}
-        for lease in self._leases.values():
+        for lease in self._order:
             for _, copy in lease.pins:
                 counts[id(copy)] = counts.get(id(copy), 0) + 1
         return counts
 
     def __len__(self) -> int:
-        return len(self._leases)
+        return len(self._order)
+
+    def _find(self, engine: EngineKey, request: str) -> Lease | None:
+        leases = self._engines.get(engine)
+        return None if leases is None else leases.get(request)
+
+    def _end(self, lease: Lease) -> None:
+        del self._order[lease]
+        del lease.siblings[lease.request]
+        self._key_bytes -= len(lease.keys)
+        for tree, copy in lease.pins:
+            tree.unlease(copy)
 
 
 def asked(keys: bytes) -> tuple[int, bytes]:

@@ -67,8 +67,8 @@ class Limits:
     write_burst_s: float = 10.0
     admit_after: int = 1
     """A chunk enters NVMe at its n-th store."""
-    sweep_entries: int = 500
-    """Hidden chunks freed per Tick."""
+    sweep_entries: int = 300
+    """Hidden chunks of each tier freed per Tick."""
     partial: Partial = Partial.SERVE
     """What engines get that don't register all of their KV (Layout.uncached)."""
     sessions_max: int = 1024

@@ -18,7 +18,7 @@ from kvstore.core.spaces import Space
 from kvstore.core.state import State
 from kvstore.core.stats import Drop
 from kvstore.core.tickets import Ticket, Wait
-from kvstore.core.transfers import Blocks, Job, Reader
+from kvstore.core.transfers import Blocks, Job
 from kvstore.core.tree_nodes import lands
 
 _FAULTS = {
@@ -63,24 +63,26 @@ class Retrieving:
         session.tickets[number] = ticket
         space = session.engine.space
         if space is None:
-            for chunk in range(chunks):
-                ticket.fail(chunk)
+            ticket.fail_all(0)
         else:
             self._begin(_Batch(ticket, space, blocks, shard), chunks)
         state.finish_if_ended(ticket)
 
-    def cancel(self, ticket: Ticket) -> None:
-        """The ticket waits for no read any more; a queued read that nobody waits for is dropped."""
-        for job in list(ticket.reads):
-            mine = [reader for reader in job.readers if reader.wait.ticket is ticket]
-            job.readers = [reader for reader in job.readers if reader.wait.ticket is not ticket]
-            for reader in mine:
-                ticket.settle(reader.wait.chunk, ok=False)
-            ticket.reads.pop(job, None)
+    def cancel(self, ticket: Ticket, most: int) -> int:
+        """The ticket waits for up to ``most`` reads no more; tells how many. A queued read that
+        nobody waits for is dropped."""
+        done = 0
+        while ticket.reads and done < most:
+            job, waits = ticket.reads.popitem()
+            for wait in waits:
+                del job.readers[wait]
+                ticket.settle(wait.chunk, ok=False)
             if not job.readers and not self._state.transfers.is_running(job.id):
                 self._state.transfers.drop(job)
                 self._forget(job)
                 self._state.let_go(job)
+            done += 1
+        return done
 
     def land(self, job: Job) -> bool:
         """Find a READ's target: a host slot (that is promotion) or a staging slot."""
@@ -115,14 +117,14 @@ class Retrieving:
             raise InvariantError(f"READ {job.id} lacks a slot")
         self._forget(job)
         if status is MoveStatus.OK:
-            for reader in job.readers:
-                self._load(target, job.header, reader.wait, reader.blocks)
-                reader.wait.ticket.settle(reader.wait.chunk, ok=True)
+            for wait, blocks in job.readers.items():
+                self._load(target, job.header, wait, blocks)
+                wait.ticket.settle(wait.chunk, ok=True)
         else:
             self._state.drop(_FAULTS[status])
-            for reader in job.readers:
-                reader.wait.ticket.settle(reader.wait.chunk, ok=False)
-                self._cut_leases(reader.wait.ticket, job.header.key)
+            for wait in job.readers:
+                wait.ticket.settle(wait.chunk, ok=False)
+                self._cut_leases(wait.ticket, job.header.key)
             self._give_up(source, status)
         self._settle_target(target, status)
         self._state.let_go(job)
@@ -148,7 +150,7 @@ class Retrieving:
                 self._cut_leases(ticket)
 
         self._state.batches.add(
-            Batch(ticket, chunks, lambda n: self._retrieve_chunk(batch, n), ticket.fail, end)
+            Batch(ticket, chunks, lambda n: self._retrieve_chunk(batch, n), ticket.fail_all, end)
         )
 
     def _retrieve_chunk(self, batch: _Batch, chunk: int) -> bool:
@@ -171,7 +173,7 @@ class Retrieving:
             if slot.tier is self._state.directory.host.tier:
                 self._load(slot, slot_header(slot, 0), Wait(batch.ticket, chunk), blocks)
             else:
-                self._read(slot, Reader(batch.ticket.wait(chunk), blocks))
+                self._read(slot, batch.ticket.wait(chunk), blocks)
         return True
 
     def _find(self, batch: _Batch, chunk: int, part: Part) -> Slot | None:
@@ -205,23 +207,24 @@ class Retrieving:
         ticket.moves.add(job.id)
         self._state.transfers.push(job)
 
-    def _read(self, source: Slot, reader: Reader) -> None:
+    def _read(self, source: Slot, wait: Wait, blocks: Blocks) -> None:
         """Wait for the read of a slot, which is queued unless it is already, or was just done: then
         its bytes lie in a host slot that waits for its parent's commit."""
         job = self._reads.get(source)
         if job is None:
             header, landed = slot_header(source, 0), self._landed(source)
             if landed is not None:
-                self._load(landed, header, reader.wait, reader.blocks)
-                reader.wait.ticket.settle(reader.wait.chunk, ok=True)
+                self._load(landed, header, wait, blocks)
+                wait.ticket.settle(wait.chunk, ok=True)
                 return
             number = self._state.transfers.next_id()
-            session = reader.wait.ticket.session
+            session = wait.ticket.session
             job = Job(number, MoveKind.READ, header, source=source, turn=session)
             self._reads[source] = job
             self._state.transfers.push(job)
-        job.readers.append(reader)
-        reader.wait.ticket.reads[job] = None
+        job.readers[wait] = blocks
+        reads = wait.ticket.reads
+        reads[job] = (*reads.get(job, ()), wait)
 
     def _landed(self, source: Slot) -> Slot | None:
         """The host slot that holds the same part already and isn't committed yet."""
@@ -233,8 +236,8 @@ class Retrieving:
     def _forget(self, job: Job) -> None:
         if job.source is not None:
             self._reads.pop(job.source, None)
-        for reader in job.readers:
-            reader.wait.ticket.reads.pop(job, None)
+        for wait in job.readers:
+            wait.ticket.reads.pop(job, None)
 
     def _settle_target(self, target: Slot, status: MoveStatus) -> None:
         """Commit the promoted copy, or give the place up; Moves that hold it still read from it."""

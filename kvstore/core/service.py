@@ -7,9 +7,11 @@ isn't bounded by the event (sweeps, expiry) goes on in steps at Ticks.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from kvstore.core.cancelling import Cancelling
 from kvstore.core.changes import Watch
 from kvstore.core.clearing import Clearing
 from kvstore.core.engines import Engine, Session
@@ -54,7 +56,6 @@ from kvstore.core.retrieving import Retrieving
 from kvstore.core.state import State
 from kvstore.core.stats import CoreStats, Drop, SpaceStats
 from kvstore.core.storing import Storing
-from kvstore.core.tickets import Ticket
 from kvstore.core.transfers import Job
 from kvstore.core.tree import Tree
 from kvstore.core.tree_nodes import Copy
@@ -65,7 +66,7 @@ _TICK_S = 0.25
 _SWEEP_TICK_S = 0.002
 _WATCH_TICK_S = 0.02
 """For so long what watchers are told comes together."""
-_EXPIRE_MAX = 1000
+_EXPIRE_MAX = 200
 _BURY_SLOTS = 2000
 SPACES_PAGE = 1000
 """Namespaces told at a time."""
@@ -89,6 +90,16 @@ class Service:
         self._joining = Joining(self._state)
         self._clearing = Clearing(self._state, self._writing)
         self._watching = Watching(self._state)
+        self._cancelling = Cancelling(self._state, self._storing, self._retrieving)
+        self._steps: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque(
+            (
+                (self._state.batches.running, self._begin),
+                (self._cancelling.running, self._cancelling.step),
+                (self._state.leases.running, self._state.leases.step),
+                (self._clearing.running, self._clearing.step),
+                (self._restoring.running, self._restoring.step),
+            )
+        )
         self._endings: dict[MoveKind, Callable[[Job, MoveStatus], None]] = {
             MoveKind.STORE: self._storing.moved,
             MoveKind.LOAD: self._retrieving.loaded,
@@ -135,9 +146,8 @@ class Service:
 
     def idle(self) -> bool:
         """Whether no Move is queued or running and nothing waits for its write: a clean stop."""
-        transfers = self._state.transfers
-        moves = transfers.running() or transfers.queued()
-        return not (moves or self._stepping() or len(self._writing))
+        busy = self._stepping() or len(self._writing)
+        return self._state.transfers.idle() and not busy
 
     def next_tick_s(self, now: float) -> float:
         """How long until a Tick is useful."""
@@ -188,9 +198,7 @@ class Service:
 
     def _stepping(self) -> bool:
         """Whether something that was begun goes on at the next Tick, which is due at once."""
-        if self._state.batches or self._clearing.running():
-            return True
-        return self._restoring.running()
+        return any(running() for running, _ in self._steps)
 
     # ------------------------------------------------------------ requests
 
@@ -228,7 +236,7 @@ class Service:
         self._state.reply(session.id, number, Done())
         ticket = session.tickets.get(message.transfer)
         if ticket is not None:
-            self._cancel(ticket, Drop.CANCELLED)
+            self._cancelling.add([ticket], Drop.CANCELLED)
 
     def _lookup(self, session: Session, number: int, message: Lookup) -> None:
         state, engine = self._state, session.engine
@@ -263,21 +271,6 @@ class Service:
         lease = Lease(asked(keys), keys[: chunks * KEY_BYTES], chunks, pins, deadline_s)
         leases.take(engine.key, message.request, lease)
 
-    def _cancel(self, ticket: Ticket, reason: Drop) -> None:
-        """Stop a transfer: queued Moves end now, running ones when they do."""
-        state = self._state
-        ticket.cancelled = True
-        state.batches.drop(ticket)
-        self._storing.cancel(ticket, reason)
-        self._retrieving.cancel(ticket)
-        for move in list(ticket.moves):
-            job = state.transfers.queued_job(move)
-            if job is not None:
-                state.transfers.drop(job)
-                state.end_wait(job, ok=False)
-                state.let_go(job)
-        state.finish_if_ended(ticket)
-
     # ------------------------------------------------------------ other events
 
     def _moved(self, event: Moved) -> None:
@@ -291,8 +284,8 @@ class Service:
             session.moves -= 1
         if job.wait is not None:
             state.finish_if_ended(job.wait.ticket)
-        for reader in job.readers:
-            state.finish_if_ended(reader.wait.ticket)
+        for wait in job.readers:
+            state.finish_if_ended(wait.ticket)
         self._settle()
         if job.session is not None and session is not None:
             state.detach_if_idle(session)
@@ -313,24 +306,39 @@ class Service:
             engine.space = None
             state.leases.end_engine(engine.key)
             self._joining.tell(engine, before, but=number)
-        for ticket in list(session.tickets.values()):
-            self._cancel(ticket, Drop.SESSION_LOST)
+        self._cancelling.add(list(session.tickets.values()), Drop.SESSION_LOST)
         self._settle()
         state.detach_if_idle(session)
 
     def _tick(self) -> None:
+        """Deadlines, a step of one of the works that go on, and a sweep: half of one beside a
+        step, so that a Tick takes no longer then."""
         state = self._state
-        begun = state.batches.step()
-        if begun is not None:
-            state.finish_if_ended(begun)
+        stepped = self._step()
         state.leases.expire(state.now, _EXPIRE_MAX)
         self._writing.tick()
-        for tree in state.directory.trees():
-            tree.sweep(state.limits.sweep_entries)
-            tree.slabs.bury(_BURY_SLOTS)
         self._clearing.tick()
         self._watching.tick()
-        self._restoring.step()
+        entries = state.limits.sweep_entries // (2 if stepped else 1)
+        for tree in state.directory.trees():
+            tree.sweep(entries)
+            tree.slabs.bury(_BURY_SLOTS)
+
+    def _step(self) -> bool:
+        """A step of the work whose turn it is, if any."""
+        for _ in range(len(self._steps)):
+            running, step = self._steps[0]
+            self._steps.rotate(-1)
+            if running():
+                step()
+                return True
+        return False
+
+    def _begin(self) -> None:
+        begun = self._state.batches.step()
+        if begun is not None:
+            self._state.finish_if_ended(begun)
+            self._state.detach_after(begun)
 
     # ------------------------------------------------------------ after each event
 
@@ -351,15 +359,10 @@ class Service:
                     wait.ticket.settle(wait.chunk, ok)
                 for wait, _ in settled:
                     state.finish_if_ended(wait.ticket)
-                    self._detach_after(wait.ticket)
+                    state.detach_after(wait.ticket)
                 if tree is state.directory.host:
                     for slot in committed:
                         self._writing.consider(slot)
-
-    def _detach_after(self, ticket: Ticket) -> None:
-        session = self._state.engines.session(ticket.session)
-        if session is not None:
-            self._state.detach_if_idle(session)
 
     def _dispatch(self) -> None:
         state = self._state

@@ -20,7 +20,7 @@ handed on to those who wait for it, before its parent lets it commit).
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -101,7 +101,7 @@ class Slot:
         self.landed = False
         self.write_queued = False
         self.write_again_s = 0.0
-        self.waits: Sequence[Wait] = ()
+        self.waits: Collection[Wait] = ()
 
     def __repr__(self) -> str:
         where = f"{self.slab.tier.value} {self.slab.number}.{self.index}"
@@ -120,12 +120,19 @@ class Slot:
 
     def add_wait(self, wait: Wait) -> None:
         """One more to tell when it commits or is cancelled."""
-        if isinstance(self.waits, list):
-            self.waits.append(wait)
+        if isinstance(self.waits, dict):
+            self.waits[wait] = None
         else:
-            self.waits = [wait]
+            self.waits = {wait: None}
 
-    def take_waits(self) -> Sequence[Wait]:
+    def remove_wait(self, wait: Wait) -> bool:
+        """One less to tell; False where it isn't among them."""
+        if not isinstance(self.waits, dict) or wait not in self.waits:
+            return False
+        del self.waits[wait]
+        return True
+
+    def take_waits(self) -> Collection[Wait]:
         """Those to tell, who wait no longer."""
         waits, self.waits = self.waits, ()
         return waits

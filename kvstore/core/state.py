@@ -71,7 +71,7 @@ class State:
         session.store_bytes -= ticket.nbytes
         self.latency[ticket.kind].add(self.now - ticket.started_s)
         completed = ticket.completed()
-        self.chunks_done[ticket.kind] += sum(completed.done)
+        self.chunks_done[ticket.kind] += completed.done.count(1)
         if not session.closing:
             self.reply(ticket.session, ticket.id, completed)
 
@@ -81,3 +81,9 @@ class State:
         if known and session.closing and not session.moves and not session.tickets:
             self.engines.remove(session)
             self.effects.append(Detach(session.id))
+
+    def detach_after(self, ticket: Ticket) -> None:
+        """A ticket may have ended: let its session's memory go if that was the last."""
+        session = self.engines.session(ticket.session)
+        if session is not None:
+            self.detach_if_idle(session)

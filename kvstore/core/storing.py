@@ -61,38 +61,39 @@ class Storing:
         session.store_bytes += ticket.nbytes
         space = session.engine.space
         if refusal or space is None:
-            for chunk in range(chunks):
-                ticket.fail(chunk, refusal)
+            ticket.fail_all(0, refusal)
         else:
             chain = Chain(space, message.keys, message.first, message.parent)
             self._store_batch(_Batch(ticket, chain, blocks, layout, shard))
         state.finish_if_ended(ticket)
 
-    def cancel(self, ticket: Ticket, reason: Drop) -> None:
-        """No slot of the ticket commits any more, and it waits for no other session's. Its running
-        Moves are waited for all the same; what has committed stays."""
-        state = self._state
-        for handle in reversed(ticket.own_slots):
+    def cancel(self, ticket: Ticket, reason: Drop, most: int) -> int:
+        """Up to ``most`` slots of the ticket commit no more, from the tail, and as many of other
+        sessions' are waited for no more; tells how many. What has committed stays."""
+        done = 0
+        while ticket.own_slots and done < most:
+            handle = ticket.own_slots.pop()
             slot = handle.slot
             if not handle.is_stale() and slot.state is SlotState.RESERVED:
-                state.directory.host.fail(slot, reason)
-        for handle in ticket.joined:
-            if not handle.is_stale():
-                waits = handle.slot.waits
-                handle.slot.waits = [wait for wait in waits if wait.ticket is not ticket]
-                for wait in waits:
-                    if wait.ticket is ticket:
-                        ticket.settle(wait.chunk, ok=False)
+                self._state.directory.host.fail(slot, reason)
+            done += 1
+        while ticket.joined and done < most:
+            handle, wait = ticket.joined.pop()
+            if not handle.is_stale() and handle.slot.remove_wait(wait):
+                ticket.settle(wait.chunk, ok=False)
+            done += 1
+        return done
 
     def moved(self, job: Job, status: MoveStatus) -> None:
         """A STORE Move has ended."""
         state, slot = self._state, job.target
         if slot is None:
             raise InvariantError(f"STORE {job.id} has no target")
-        if status is MoveStatus.OK:
+        gone = job.wait is not None and job.wait.ticket.cancelled
+        if status is MoveStatus.OK and not gone:
             state.directory.host.landed(slot)
         elif slot.state is SlotState.RESERVED:
-            state.directory.host.fail(slot, Drop.STORE_FAILED)
+            state.directory.host.fail(slot, Drop.CANCELLED if gone else Drop.STORE_FAILED)
         state.end_wait(job, status is MoveStatus.OK)
         state.let_go(job)
 
@@ -113,6 +114,7 @@ class Storing:
 
     def _store_batch(self, batch: _Batch) -> None:
         """Begin the chunks from the head; the first that can't be kept ends it."""
+        chunks = len(batch.chain)
         refused = self._misplaced(batch.chain)
 
         def begin(chunk: int) -> bool:
@@ -122,12 +124,11 @@ class Storing:
             refused = refused or self._store_chunk(batch, chunk)
             return refused is None
 
-        def fail(chunk: int) -> None:
+        def fail(first: int) -> None:
             reason = refused or Drop.CANCELLED
-            batch.ticket.fail(chunk, f"not kept: {reason.value}")
-            self._state.drop(reason)
+            batch.ticket.fail_all(first, f"not kept: {reason.value}")
+            self._state.drop(reason, chunks - first)
 
-        chunks = len(batch.chain)
         self._state.batches.add(Batch(batch.ticket, chunks, begin, fail, lambda: None))
 
     def _misplaced(self, chain: Chain) -> Drop | None:
@@ -156,8 +157,9 @@ class Storing:
         if slot is None:
             return self._reserve(batch, chunk, header)
         if slot.state is SlotState.RESERVED:
-            slot.add_wait(ticket.wait(chunk))
-            ticket.joined.append(Handle.of(slot))
+            wait = ticket.wait(chunk)
+            slot.add_wait(wait)
+            ticket.joined.append((Handle.of(slot), wait))
         else:
             self._again(batch, slot)
         return None

@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from kvstore.core.transfers import Job
 
 
+_OPPOSITE = bytes([1]) + bytes(255)
+
+
 class Ticket:
     """One store or retrieve. ``failed`` is per chunk; ``moves`` are its live Moves, ``reads`` the
-    READs that it waits for, ``own_slots`` the slots that it fills, ``joined`` those that another
-    ticket fills."""
+    READs that it waits for and its waits for each, ``own_slots`` the slots that it fills,
+    ``joined`` those that another ticket fills, each with its wait."""
 
     __slots__ = (
         "cancelled",
@@ -49,8 +52,8 @@ class Ticket:
         self.open_waits = 0
         self.moves: set[MoveID] = set()
         self.own_slots: list[Handle] = []
-        self.joined: list[Handle] = []
-        self.reads: dict[Job, None] = {}
+        self.joined: list[tuple[Handle, Wait]] = []
+        self.reads: dict[Job, tuple[Wait, ...]] = {}
         self.cancelled = False
         self.reason = ""
         self.nbytes = 0
@@ -78,13 +81,18 @@ class Ticket:
         self.failed[chunk] = 1
         self.reason = self.reason or reason
 
+    def fail_all(self, first: int, reason: str = "") -> None:
+        """The chunks from ``first`` on can't be done."""
+        self.failed[first:] = b"\1" * (len(self.failed) - first)
+        self.reason = self.reason or reason
+
     def ended(self) -> bool:
         """Whether nothing is left to wait for."""
         return self.open_waits == 0
 
     def completed(self) -> Completed:
         """The reply."""
-        done = bytes(0 if failed else 1 for failed in self.failed)
+        done = bytes(self.failed.translate(_OPPOSITE))
         return Completed(done, self.cancelled, self.reason)
 
 

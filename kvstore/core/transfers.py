@@ -9,7 +9,7 @@ a kind, sessions take turns by bytes: the next job is that of the session that w
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,20 +24,13 @@ STORES_FIRST_S = 0.01
 """So long writes wait for STOREs: for those of a prompt, but not for engines that never stop."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """Who waits for a READ: the ticket's chunk, and the blocks that it is for."""
-
-    wait: Wait
-    blocks: Blocks
-
-
 @dataclass(slots=True, eq=False)
 class Job:
     """A Move from when it is decided until its Moved; it holds the slots that it names.
 
     ``session`` owns the engine memory, if any; ``turn`` is whose turn it takes otherwise. ``wait``:
-    the ticket whose Move it is (STORE, LOAD). ``readers``: who gets the bytes (READ).
+    the ticket whose Move it is (STORE, LOAD). ``readers``: who gets the bytes (READ), and the
+    blocks that they are for.
     """
 
     id: MoveID
@@ -49,8 +42,7 @@ class Job:
     turn: SessionID | None = None
     blocks: Blocks = ()
     wait: Wait | None = None
-    readers: list[Reader] = field(default_factory=list)
-    dead: bool = False
+    readers: dict[Wait, Blocks] = field(default_factory=dict)
 
     def move(self) -> Move:
         """The effect."""
@@ -63,10 +55,10 @@ class Job:
 
 
 class FairQueue:
-    """Jobs of one kind, sessions in turn by bytes; a dead job is passed over."""
+    """Jobs of one kind, sessions in turn by bytes."""
 
     def __init__(self) -> None:
-        self._queues: dict[SessionID | None, deque[Job]] = {}
+        self._queues: dict[SessionID | None, OrderedDict[MoveID, Job]] = {}
         self._served: dict[SessionID | None, int] = {}
         self._floor = 0
         self._count = 0
@@ -79,9 +71,9 @@ class FairQueue:
         turn = job.session or job.turn
         queue = self._queues.get(turn)
         if queue is None:
-            queue = self._queues[turn] = deque()
+            queue = self._queues[turn] = OrderedDict()
             self._served[turn] = self._floor
-        queue.append(job)
+        queue[job.id] = job
         self._count += 1
 
     def head(self) -> Job | None:
@@ -89,10 +81,8 @@ class FairQueue:
         while self._queues:
             session = min(self._served, key=self._served.__getitem__)
             queue = self._queues[session]
-            while queue and queue[0].dead:
-                queue.popleft()
             if queue:
-                return queue[0]
+                return next(iter(queue.values()))
             del self._queues[session], self._served[session]
         return None
 
@@ -104,13 +94,12 @@ class FairQueue:
         turn = job.session or job.turn
         self._floor = self._served[turn]
         self._served[turn] += job.header.payload_bytes
-        self._queues[turn].popleft()
-        self._count -= 1
+        self.drop(job)
         return job
 
     def drop(self, job: Job) -> None:
         """Take out a job that is queued."""
-        job.dead = True
+        del self._queues[job.session or job.turn][job.id]
         self._count -= 1
 
 
@@ -192,6 +181,10 @@ class Transfers:
     def queued(self) -> int:
         """Jobs that wait."""
         return len(self._queued)
+
+    def idle(self) -> bool:
+        """Whether no job waits or runs."""
+        return not (self._queued or self._running)
 
     def jobs(self) -> list[Job]:
         """All jobs, waiting and running."""

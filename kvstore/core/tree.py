@@ -48,12 +48,9 @@ class Tree:
         self.lost: Counter[Drop] = Counter()
         self.evictions = 0
         self.watched = False
-        self.changed: list[tuple[Copy, bool]] = []
-        """Copies that came or left, noted while the tree is ``watched``."""
-        self.chunks = 0
-        """Copies in the indices of spaces that are alive."""
-        self.scanning = False
-        """Set while a scan restores the tree: more may be found."""
+        self.changed: list[tuple[Copy, bool]] = []  # who came or left, while it is watched
+        self.chunks = 0  # in the indices of spaces that are alive
+        self.scanning = False  # a scan restores the tree: more may be found
         self._candidates = Candidates(policy)
         self._hidden = Hidden()
         self._last_rooted: Copy | None = None

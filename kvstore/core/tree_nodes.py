@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvstore.core.spaces import Space
 
 
-_SPLIT_ENTRIES = 4096
+SPLIT_ENTRIES = 4096
 _ANCHOR_STEP = 64
 
 
@@ -189,7 +189,7 @@ class Index:
         before = len(found)
         found[copy.key] = copy
         self._count += len(found) - before
-        if self._count > _SPLIT_ENTRIES and not self._mask:
+        if self._count > SPLIT_ENTRIES and not self._mask:
             self._split()
 
     def remove(self, copy: Copy) -> bool:

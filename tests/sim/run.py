@@ -13,6 +13,7 @@ from tests.sim.errors import SimulationError
 from tests.sim.faults import NONE, draw
 from tests.sim.inside import check_inside
 from tests.sim.shapes import CONTEXTS, TENANTS, draw_engines, draw_limits
+from tests.sim.steps import drawn_steps
 from tests.sim.watchers import Watchers
 from tests.sim.world import BUGS, Setting, World, shrunk
 
@@ -27,7 +28,8 @@ def simulate(seed: int, steps: int = STEPS) -> Counter[str]:
     setting = Setting(draw_limits(rng, roomy), draw(rng), tuple(draw_engines(rng)), roomy)
     world = World(setting, rng.randrange(1 << 30))
     try:
-        Run(world).all(steps)
+        with drawn_steps(seed):
+            Run(world).all(steps)
     except BUGS as error:
         kind = "" if isinstance(error, SimulationError) else f"{type(error).__name__}: "
         raise SimulationError(
@@ -105,9 +107,9 @@ class Run:
         for engine in self.engines:
             engine.leave_all()
         world.run_until(lambda: not any(engine.closing for engine in self.engines))
-        self._must_hold_nothing("leases", "sessions", "engines")
+        self._must_hold_nothing("sessions", "engines")
         world.run_until(world.service.idle)
-        self._must_hold_nothing("moves", "backlog", "pins")
+        self._must_hold_nothing("leases", "moves", "backlog", "pins")
 
     def _must_hold_nothing(self, *names: str) -> None:
         world = self.world

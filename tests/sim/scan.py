@@ -101,7 +101,13 @@ def _finish_later(world: Scanning, delay_s: float, found: list[ChunkHeader]) -> 
     def finish() -> None:
         world.scanned = None
         world.deliver(ScanDone(TierName.NVME))
-        if world.disturbances() == before:
+        check()
+
+    def check() -> None:
+        tiers = world.service.stats(0.0).tiers
+        if any(tier.scanning for tier in tiers):
+            world.later(0.001, check)
+        elif world.disturbances() == before:
             world.model.counts["found at start"] += check_restored(world.service, families)
 
     world.later(delay_s, finish)

@@ -312,14 +312,20 @@ class World:
             del self._on_reply[name]
         self.deliver(SessionClosed(session))
         idle = all(running.move.session != session for running in self.hands.running.values())
-        if idle and session not in self.model.detached:
+        if idle and session not in self.model.detached and not self._goes_on():
             raise SimulationError(f"s{session} isn't detached, though no Move uses its memory")
 
     def _check_cancelled(self, session: SessionID, transfer: int) -> None:
-        """A cancel is acknowledged at once, unless a Move still uses the blocks."""
+        """A cancel is acknowledged at once, unless a Move uses the blocks or steps are left."""
         ticket = self.model.tickets.get((session, transfer))
+        if self._goes_on():
+            return
         if ticket is not None and self.hands.using(session, set(ticket.blocks())) is None:
             raise SimulationError(f"s{session} #{transfer} was cancelled, but isn't completed")
+
+    def _goes_on(self) -> bool:
+        """Whether the core has work that it does in steps."""
+        return self.service.next_tick_s(self.now) == 0.0
 
     def returned(self, ticket: TicketView) -> None:
         """A ticket's blocks are the engine's again, which overwrites them at once."""
