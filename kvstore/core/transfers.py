@@ -184,7 +184,7 @@ class Transfers:
 
     def idle(self) -> bool:
         """Whether no job waits or runs."""
-        return not (self._queued or self._running)
+        return not (self._queued or self._handed)
 
     def jobs(self) -> list[Job]:
         """All jobs, waiting and running."""
