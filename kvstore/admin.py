@@ -335,7 +335,7 @@ def _engine(engine: EngineStats) -> admin_pb2.Engine:
         ranks_registered=engine.ranks_registered,
         ranks=engine.ranks,
         sessions=engine.sessions,
-        fingerprint=engine.fingerprint,
+        namespace=engine.namespace,
         uncached=engine.uncached,
     )
 

@@ -16,11 +16,12 @@ from contextlib import suppress
 from typing import NoReturn
 
 from kvstore import __version__
+from kvstore.cli_status import FAILURE, INTERRUPTED, USAGE
 from kvstore.config import SCHEMA, Settings, load, suggestion
 from kvstore.core.errors import ConfigError, KVStoreError
 
-OK, FAILURE, USAGE, NO_DAEMON = 0, 1, 2, 3
-EPILOG = """exit codes: 0 ok, 1 failure, 2 wrong usage or configuration, 3 no daemon answers
+EPILOG = """exit codes: 0 ok, 1 failure, 2 wrong usage or configuration, 3 no daemon answers,
+130 interrupted
 
 Settings come from defaults, then the file (--config, KVSTORE_CONFIG, or
 ~/.config/kvstore/kvstore.toml), then the environment (KVSTORE_HOST_SIZE=64MiB), then flags.
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         named = f": {error.filename}" if error.filename else ""
         return _fail(namespace, f"{error.strerror or error}{named}", FAILURE)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 def build_parser(demo: bool = False) -> tuple[Parser, dict[str, Parser]]:

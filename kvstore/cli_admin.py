@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from kvstore import report
 from kvstore.admin import SERVICE, document
+from kvstore.cli_status import FAILURE, NO_DAEMON, OK
 from kvstore.config import Settings
 from kvstore.core.errors import ConfigError, KVStoreError
 from kvstore.proto_gen import admin_pb2
@@ -26,7 +27,6 @@ CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_len
 NO_ANSWER = "Deadline Exceeded"
 """What gRPC itself says when a call's deadline has passed, other than what a daemon says."""
 NAMES_SHOWN_MAX = 20
-OK, FAILURE, USAGE, NO_DAEMON = 0, 1, 2, 3
 
 Reply = TypeVar("Reply", bound=Message)
 

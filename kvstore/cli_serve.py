@@ -15,11 +15,11 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 from kvstore import __version__, sizing
+from kvstore.cli_status import FAILURE, OK
 from kvstore.config import SCHEMA, Settings
 from kvstore.core.errors import ConfigError, InvariantError, KVStoreError
 from kvstore.sizing import Config
 
-OK, FAILURE = 0, 1
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 

@@ -6,12 +6,12 @@ import argparse
 import json
 import sys
 
+from kvstore.cli_status import FAILURE, OK
 from kvstore.config import Settings
 from kvstore.core.errors import ConfigError
 from kvstore.units import format_size
 from kvstore.verify import FolderCheck, Verdict
 
-OK, FAILURE = 0, 1
 NAMES_SHOWN_MAX = 10
 
 

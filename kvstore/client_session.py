@@ -30,7 +30,7 @@ from kvstore.core.keys import (
 from kvstore.core.layout import NULL_BLOCK, Layout
 from kvstore.core.messages import HitStatus
 from kvstore.proto_gen import engine_pb2 as pb
-from kvstore.wire import BLOCKS_BYTES_MAX, KEYS_MAX, TEXT_BYTES_MAX
+from kvstore.wire import BLOCKS_BYTES_MAX, KEYS_MAX, TEXT_CHARACTERS_MAX
 
 __all__ = ["Blocks", "LookupResult", "SchedulerSession", "SessionState", "Ticket",
            "TransferOutcome", "WorkerSession"]  # fmt: skip
@@ -386,5 +386,5 @@ def _pack_ids(name: str, ids: Sequence[int | None], null_allowed: bool) -> bytes
 
 def check_text(name: str, value: str) -> None:
     """Raise ProtocolError for a name that the wire doesn't take."""
-    if not isinstance(value, str) or not 0 < len(value) <= TEXT_BYTES_MAX:
-        raise ProtocolError(f"{name}: {value!r:.80}; valid are 1..{TEXT_BYTES_MAX} characters")
+    if not isinstance(value, str) or not 0 < len(value) <= TEXT_CHARACTERS_MAX:
+        raise ProtocolError(f"{name}: {value!r:.80}; valid are 1..{TEXT_CHARACTERS_MAX} characters")

@@ -21,11 +21,10 @@ from pathlib import Path
 
 from kvstore import config_kinds as kinds
 from kvstore.core.errors import ConfigError
+from kvstore.core.limits import SOCKET_PATH_BYTES_MAX
 
 PREFIX = "KVSTORE_"
 CONFIG_VARIABLE = "KVSTORE_CONFIG"
-SOCKET_PATH_BYTES_MAX = 107
-"""sun_path holds 108 bytes, the last of them zero."""
 MASK = "********"
 
 _SERVICE_LINK = re.compile(

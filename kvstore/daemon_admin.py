@@ -65,6 +65,7 @@ class DaemonSource:
                 "requests_refused": link.requests_refused,
                 "internal_errors": link.internal_errors,
                 "sessions_ended": link.sessions_ended,
+                "joins_overdue": link.joins_overdue,
             },
         )
 

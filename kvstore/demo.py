@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.cli_admin import NoDaemonError
+from kvstore.cli_status import FAILURE, NO_DAEMON, OK
 from kvstore.core.errors import ConfigError
 from kvstore.demo_processes import (
     START_S,
@@ -40,7 +41,6 @@ from kvstore.demo_processes import (
 from kvstore.demo_render import Progress, render
 from kvstore.demo_text import QUESTIONS, shared_text
 
-OK, FAILURE, NO_DAEMON = 0, 1, 3
 QUESTION_TOKENS_MAX = 64
 MIB = 1 << 20
 NEEDED = ("torch", "transformers", "safetensors")

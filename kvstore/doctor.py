@@ -23,6 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvstore import sizing
+from kvstore.cli_status import FAILURE, OK
 from kvstore.config import Settings
 from kvstore.core.errors import KVStoreError
 from kvstore.machine import disk_facts, memory_facts, nearest_existing
@@ -74,7 +75,7 @@ def run(settings: Settings, namespace: argparse.Namespace) -> int:
         for finding in findings:
             advice = f"; {finding.advice}" if finding.advice else ""
             print(f"{finding.status.value:<4}  {finding.name:<{width}}  {finding.detail}{advice}")
-    return 1 if failed else 0
+    return FAILURE if failed else OK
 
 
 def python(settings: Settings) -> Finding:

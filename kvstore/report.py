@@ -113,11 +113,11 @@ def _engines(engines: Sequence[Document]) -> str:
             _engine_state(engine),
             f"{engine['ranks_registered']}/{engine['ranks']}",
             str(engine["sessions"]),
-            engine["fingerprint"][:16],
+            engine["namespace"][:16],
         )
         for engine in engines
     ]
-    head = ("engine", "model", "tenant", "state", "ranks", "sessions", "fingerprint")
+    head = ("engine", "model", "tenant", "state", "ranks", "sessions", "namespace")
     return table(head, rows)
 
 

@@ -73,13 +73,13 @@ class ServerStats:
 
     sessions: tuple[SessionStats, ...]
     lookup: LatencySummary
-    lookup_buckets: tuple[tuple[float, int], ...]
     connections_total: int
     connections_refused: int
     protocol_errors: int
     requests_refused: int
     internal_errors: int
     sessions_ended: int
+    joins_overdue: int
 
 
 class EngineServer:
@@ -198,13 +198,13 @@ class EngineServer:
         return ServerStats(
             sessions=self._sessions.stats(),
             lookup=self._sessions.lookups.summary(),
-            lookup_buckets=self._sessions.lookups.buckets(),
             connections_total=counts.connections_total,
             connections_refused=counts.connections_refused,
             protocol_errors=counts.protocol_errors,
             requests_refused=counts.requests_refused,
             internal_errors=counts.internal_errors,
             sessions_ended=counts.sessions_ended,
+            joins_overdue=counts.joins_overdue,
         )
 
     # ------------------------------------------------------------ driving the core

@@ -31,6 +31,9 @@ OUTGOING_BYTES_MAX = _COMPLETIONS_BYTES_MAX + _ANSWERS_BYTES_MAX
 """Replies kept for a peer that doesn't read: some 30,000 completions of stores that nobody asks
 after, and the answers beside them. A peer that leaves more unread is lost."""
 
+JOIN_DEADLINE_S = 30.0
+"""Who hasn't joined an engine so long after connecting, and isn't joining just then, is lost."""
+
 TURN_S = 0.001
 """How long one peer, or what other threads posted, is served before the others have their turn."""
 
@@ -58,19 +61,13 @@ class EnginePages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SessionStats:
-    """One connection: who it is, where it stands and what passed through it."""
+    """One connection: whose it is, where it stands and what was sent to it."""
 
     session: int
     engine: str
-    tenant: str
     role: str
     phase: str
-    process: int
-    user: int
-    received_bytes: int
     sent_bytes: int
-    queued_bytes: int
-    age_s: float
 
 
 @dataclass(slots=True)
@@ -83,6 +80,7 @@ class ServerCounts:
     requests_refused: int = 0
     internal_errors: int = 0
     sessions_ended: int = 0
+    joins_overdue: int = 0
 
 
 class ConnectionOwner(Protocol):
@@ -111,6 +109,7 @@ class Connection:
         self.opening: Future[tuple[Registration, EnginePages]] | None = None
         self.last_id = 0
         self.join_id = 0
+        self.overdue = False
         self.process = 0
         self.user = 0
         self.reader = FrameReader(FRAME_BYTES_MAX, DESCRIPTORS_MAX)
@@ -122,7 +121,7 @@ class Connection:
         self._reading = False
         self._writing = False
         self._behind = False
-        self._opened_s = time.monotonic()
+        self._joins: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
         """Start reading and, where the peer's process is visible, watching it."""
@@ -131,6 +130,7 @@ class Connection:
         self.process, self.user, _ = _PEER_CREDENTIALS.unpack(found)
         self._loop.add_reader(self._peer.fileno(), self._readable)
         self._reading = True
+        self._joins = self._loop.call_later(JOIN_DEADLINE_S, self._must_have_joined)
         self._watch_process()
 
     def send(self, message: bytes) -> None:
@@ -166,6 +166,8 @@ class Connection:
             self._loop.remove_reader(self._peer.fileno())
             self._reading = False
         self.reader.close()
+        if self._joins is not None:
+            self._joins.cancel()
         self._forget_process()
 
     def close(self) -> None:
@@ -183,15 +185,9 @@ class Connection:
         return SessionStats(
             session=self.session,
             engine=self.engine,
-            tenant=self.tenant,
             role=self.role,
             phase=self.phase.value,
-            process=self.process,
-            user=self.user,
-            received_bytes=self.reader.received_bytes,
             sent_bytes=self._writer.sent_bytes,
-            queued_bytes=self._writer.pending_bytes,
-            age_s=time.monotonic() - self._opened_s,
         )
 
     def _readable(self) -> None:
@@ -251,6 +247,14 @@ class Connection:
                 self._process_ended()
             return
         self._loop.add_reader(self._pid_fd, self._process_ended)
+
+    def _must_have_joined(self) -> None:
+        """A peer that says nothing keeps its connection from others."""
+        if self.phase in (Phase.OPENING, Phase.JOINING):
+            self._joins = self._loop.call_later(JOIN_DEADLINE_S, self._must_have_joined)
+        elif self.phase in (Phase.GREETING, Phase.GREETED):
+            self.overdue = True
+            self._owner.lost(self, f"it joined no engine in {JOIN_DEADLINE_S:g} s")
 
     def _process_ended(self) -> None:
         self._forget_process()

@@ -168,6 +168,7 @@ class Sessions:
             return
         connection.phase = Phase.CLOSING
         connection.stop_reading()
+        self.counts.joins_overdue += connection.overdue
         if connection.engine:
             self.counts.sessions_ended += 1
             _log.info("session %d of engine %s ended: %s", *_name(connection), reason)

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from kvstore.core.errors import CapacityError, ConfigError, ProtocolError
 from kvstore.core.keys import HASH_ALGORITHM, KEY_BYTES, golden_probe
+from kvstore.core.limits import SOCKET_PATH_BYTES_MAX
 from kvstore.proto_gen import engine_pb2 as pb
 
 VERSION = "0.1.0"
@@ -37,12 +38,10 @@ FRAME_BYTES_MAX: int = KEYS_MAX * KEY_BYTES + BLOCKS_BYTES_MAX + FIELDS_BYTES_MA
 """16 MiB from a client; a registration of 250,000 tensors fits as well."""
 REPLY_BYTES_MAX: int = KEYS_MAX + FIELDS_BYTES_MAX
 """From the daemon: a done mask, one byte a key, and a reason."""
-TEXT_BYTES_MAX = 1024
+TEXT_CHARACTERS_MAX = 1024
 """Names of requests, engines and revisions, and credentials."""
 DESCRIPTORS_MAX = 4
 """Descriptors held for one frame; a registration carries one, more are closed as they come."""
-SOCKET_PATH_BYTES_MAX = 107
-"""The kernel's sun_path has 108 bytes, one of them for the final zero."""
 
 _HEAD = struct.Struct("<I")
 _BUFFER_BYTES = 64 << 10
@@ -71,11 +70,6 @@ class FrameReader:
         self._received_bytes = 0
         self._arrived: deque[tuple[int, int]] = deque()
         self._current: list[int] = []
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes received so far."""
-        return self._received_bytes
 
     def receive(self, source: socket.socket) -> int:
         """Read once and return the bytes read, 0 at the end of the stream.

@@ -44,7 +44,7 @@ from kvstore.core.messages import (
 )
 from kvstore.core.messages import Lookup as LookupMessage
 from kvstore.proto_gen import engine_pb2 as pb
-from kvstore.wire import KEYS_MAX, TEXT_BYTES_MAX
+from kvstore.wire import KEYS_MAX, TEXT_CHARACTERS_MAX
 
 _ERRORS: dict[int, type[KVStoreError]] = {
     Cause.LAYOUT: LayoutMismatchError,
@@ -253,16 +253,18 @@ def _request(message: pb.ClientMessage) -> str:
 
 
 def _text(name: str, value: str) -> str:
-    if not value or len(value) > TEXT_BYTES_MAX:
-        raise ProtocolError(f"{name} of {len(value)} characters; valid are 1..{TEXT_BYTES_MAX}")
+    if not value or len(value) > TEXT_CHARACTERS_MAX:
+        raise ProtocolError(
+            f"{name} of {len(value)} characters; valid are 1..{TEXT_CHARACTERS_MAX}"
+        )
     return value
 
 
 def _label(name: str, value: str) -> str:
     """What is shown to people and logged: nothing in it may drive a terminal or forge a line."""
-    if len(value) > TEXT_BYTES_MAX or not value.isprintable():
+    if len(value) > TEXT_CHARACTERS_MAX or not value.isprintable():
         raise ProtocolError(
-            f"{name}={value[:64]!r}; valid are up to {TEXT_BYTES_MAX} characters that print"
+            f"{name}={value[:64]!r}; valid are up to {TEXT_CHARACTERS_MAX} characters that print"
         )
     return value
 

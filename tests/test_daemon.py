@@ -235,6 +235,7 @@ def test_stats_show_what_happened(daemon: RunningDaemon) -> None:
         assert traffic[latency]["count"] == 1
         assert 0 < traffic[latency]["p50_s"] <= traffic[latency]["max_s"]
     assert figures["engines"][0]["alias"] == "small"
+    assert figures["engines"][0]["namespace"] == figures["spaces"][0]["namespace"]
     assert "small" in text
     assert "hit rate by tokens" in text
 

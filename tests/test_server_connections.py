@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import server_connections
 from kvstore.core.messages import (
     Attach,
     Completed,
@@ -269,3 +270,62 @@ def test_connections_are_limited(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> N
         eventually(lambda: len(rig.server.stats().sessions) == 1)
         with Peer(rig.path) as fourth:
             fourth.attach("e2")
+
+
+class Deadlines:
+    """Stands in for a connection's look at its deadline: early, but not before it may."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.look = Connection._must_have_joined
+        self.may = threading.Event()
+        self.passed = threading.Event()
+        monkeypatch.setattr(server_connections, "JOIN_DEADLINE_S", 0.02)
+        monkeypatch.setattr(Connection, "_must_have_joined", lambda peer: self.looks(peer))
+
+    def looks(self, connection: Connection) -> None:
+        """On the loop."""
+        if self.may.is_set():
+            self.look(connection)
+            self.passed.set()
+        else:
+            connection._loop.call_later(0.02, self.looks, connection)
+
+
+def test_a_peer_that_says_nothing_is_lost_and_counted(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without HELLO, or without joining after it, a connection ends at its deadline; one that has
+    joined lives on."""
+    deadlines = Deadlines(monkeypatch)
+    with Peer(rig.path) as joined, Peer(rig.path) as silent, Peer(rig.path) as greeted:
+        greeted.greet()
+        joined.attach()
+        deadlines.may.set()
+        assert silent.receive() is None
+        assert greeted.receive() is None
+        joined.send(lookup_message())
+        assert joined.answer().chunks == 2
+        eventually(lambda: rig.server.stats().joins_overdue == 2)
+        assert [session.engine for session in rig.server.stats().sessions] == ["e1"]
+
+
+def test_a_peer_whose_memory_is_being_mapped_is_not_overdue(
+    rig: Rig, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deadline passes while a thread maps its memory: the peer has done its part."""
+    deadlines, mapping, go_on = Deadlines(monkeypatch), threading.Event(), threading.Event()
+
+    def opening() -> None:
+        mapping.set()
+        assert go_on.wait(DEADLINE_S)
+
+    rig.opening = opening
+    with Peer(rig.path) as peer:
+        peer.greet()
+        peer.register([memory])
+        assert mapping.wait(DEADLINE_S)
+        deadlines.may.set()
+        assert deadlines.passed.wait(DEADLINE_S)
+        go_on.set()
+        assert peer.answer().engine.ready
+    assert rig.server.stats().joins_overdue == 0

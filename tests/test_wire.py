@@ -56,7 +56,6 @@ def test_frames_round_trip_however_they_are_cut(messages: list[bytes], cut: int)
             left.sendall(stream[start : start + cut])
             found += read_all(reader, right)
     assert found == messages
-    assert reader.received_bytes == len(stream)
 
 
 @settings(max_examples=60, deadline=None)

@@ -43,7 +43,7 @@ class Clearing:
         self._writing = writing
         self._running: deque[_Clear] = deque()
         self._clears: dict[int, tuple[SessionID, int, Cleared]] = {}
-        self._persist_at: float | None = None
+        self._persist_at_s: float | None = None
 
     def clear(self, event: Request, message: Clear) -> None:
         """Begin a clear."""
@@ -97,7 +97,7 @@ class Clearing:
     def persisted(self, event: Persisted) -> None:
         state = self._state
         if event.error:
-            self._persist_at = state.now + _PERSIST_RETRY_S
+            self._persist_at_s = state.now + _PERSIST_RETRY_S
             self._writing.drop_unpersisted()
             for number in [n for n in self._clears if n <= event.number]:
                 session, request, _ = self._clears.pop(number)
@@ -114,6 +114,6 @@ class Clearing:
 
     def tick(self) -> None:
         """Try again what couldn't be made durable."""
-        if self._persist_at is not None and self._state.now >= self._persist_at:
-            self._persist_at = None
+        if self._persist_at_s is not None and self._state.now >= self._persist_at_s:
+            self._persist_at_s = None
             self._state.effects.append(self._state.spaces.persist())

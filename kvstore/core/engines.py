@@ -86,7 +86,7 @@ class Engine:
             ranks_registered=len(self.workers),
             ranks=ranks,
             sessions=len(self.workers) + len(self.schedulers),
-            fingerprint="" if self.space is None else self.space.namespace.hex(),
+            namespace="" if self.space is None else self.space.namespace.hex(),
             uncached=self.uncached(),
         )
 

@@ -10,7 +10,6 @@
     ├── TierUnavailableError     a tier that can't be reached, or refuses an operation
     ├── ProtocolError            a frame or message that isn't what the protocol says
     ├── SessionLostError         the peer is gone; nothing asked of it will be answered
-    ├── StaleLeaseError          a handle whose slot has been freed since
     └── InvariantError           a bug in kvstore itself; the daemon stops rather than go on
 
 Expected outcomes (a miss, a refused store) are values, not exceptions.
@@ -49,10 +48,6 @@ class ProtocolError(KVStoreError):
 
 class SessionLostError(KVStoreError):
     """The peer is gone; nothing asked of it will be answered."""
-
-
-class StaleLeaseError(KVStoreError):
-    """A handle whose slot has been freed since it was given out."""
 
 
 class InvariantError(KVStoreError):

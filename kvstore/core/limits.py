@@ -11,6 +11,8 @@ from kvstore.core.messages import TierName
 ALIGN_BYTES = 4096
 HEADER_BYTES = 4096
 """A slot at rest begins with its header; host slots have none."""
+SOCKET_PATH_BYTES_MAX = 107
+"""Of a Unix socket's path: the kernel's sun_path has 108 bytes, one of them for the final zero."""
 
 
 def slot_bytes(tier: TierName, payload_bytes: int) -> int:

@@ -14,7 +14,7 @@ DOOMED     free                     FREE       no Move holds it
 
 A Move holds each slot that it names, by its ID, from when it is made until its Moved; so only a
 Moved frees a slot that a Move names. The generation rises on each return to FREE, and a Handle
-from before raises StaleLeaseError. Readers see READY only (and what a READ has landed is
+from before is stale. Readers see READY only (and what a READ has landed is
 handed on to those who wait for it, before its parent lets it commit).
 """
 
@@ -24,7 +24,7 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstore.core.errors import InvariantError, StaleLeaseError
+from kvstore.core.errors import InvariantError
 from kvstore.core.layout import Part
 from kvstore.core.messages import MoveID, Place, TierName
 from kvstore.core.words import Word
@@ -212,8 +212,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A slot as it was when the handle was made; ``get`` raises StaleLeaseError once it was
-    freed."""
+    """A slot as it was when the handle was made."""
 
     slot: Slot
     generation: int
@@ -222,12 +221,6 @@ class Handle:
     def of(slot: Slot) -> Handle:
         """A handle to the slot's present use."""
         return Handle(slot, slot.generation)
-
-    def get(self) -> Slot:
-        """The slot, if it hasn't been freed since."""
-        if self.is_stale():
-            raise StaleLeaseError(f"{self.slot!r} was freed since generation {self.generation}")
-        return self.slot
 
     def is_stale(self) -> bool:
         """Whether the slot has been freed since."""

@@ -17,7 +17,6 @@ from kvstore.core.messages import Persist, SpaceRecord, TierName
 from kvstore.core.tree_nodes import Index
 
 SPACES_MAX = 65_536
-TENANT_BYTES_MAX = 128
 _FORGET_SPACES = 256
 """Unused namespaces forgotten at a time, to make room for new ones."""
 

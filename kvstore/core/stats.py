@@ -72,7 +72,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """One engine: ``ranks_registered`` of ``ranks`` are there; ``fingerprint`` is the digest its
+    """One engine: ``ranks_registered`` of ``ranks`` are there; ``namespace`` is the digest its
     keys start from; ``uncached`` names KV that it keeps and doesn't register."""
 
     engine: str
@@ -83,7 +83,7 @@ class EngineStats:
     ranks_registered: int
     ranks: int
     sessions: int
-    fingerprint: str
+    namespace: str
     uncached: tuple[str, ...] = ()
 
 
@@ -159,7 +159,3 @@ class Histogram:
             place = next(i for i, seen in enumerate(sums) if seen >= share * total)
             marks.append(min(self._bounds_s[place], self._max_s))
         return LatencySummary(total, marks[0], marks[1], marks[2], self._max_s)
-
-    def buckets(self) -> tuple[tuple[float, int], ...]:
-        """(upper bound in seconds, count) of each bucket that isn't empty."""
-        return tuple((b, c) for b, c in zip(self._bounds_s, self._counts, strict=True) if c)

@@ -32,7 +32,7 @@ class Writing:
     def __init__(self, state: State) -> None:
         self._state = state
         self._backlog: deque[Handle] = deque()
-        self._retry_at: float | None = None
+        self._retry_at_s: float | None = None
 
     def __len__(self) -> int:
         return len(self._backlog)
@@ -89,9 +89,13 @@ class Writing:
     def tick(self) -> None:
         """Let a tier that was full try to grow again."""
         nvme = self._state.directory.nvme
-        if nvme is not None and self._retry_at is not None and self._state.now >= self._retry_at:
+        if (
+            nvme is not None
+            and self._retry_at_s is not None
+            and self._state.now >= self._retry_at_s
+        ):
             nvme.slabs.growth_stopped = False
-            self._retry_at = None
+            self._retry_at_s = None
 
     def drop_unpersisted(self) -> None:
         """A namespace's record couldn't be made durable: nothing of it may be written."""
@@ -182,4 +186,4 @@ class Writing:
     def _stop_growth(self, nvme: Tree) -> None:
         """The device is full: cut no more slabs for a while."""
         nvme.slabs.growth_stopped = True
-        self._retry_at = self._state.now + self._state.limits.nvme_retry_s
+        self._retry_at_s = self._state.now + self._state.limits.nvme_retry_s

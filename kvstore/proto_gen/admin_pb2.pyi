@@ -166,7 +166,7 @@ class Latency(_message.Message):
     def __init__(self, count: _Optional[int] = ..., p50_s: _Optional[float] = ..., p90_s: _Optional[float] = ..., p99_s: _Optional[float] = ..., max_s: _Optional[float] = ...) -> None: ...
 
 class Engine(_message.Message):
-    __slots__ = ("engine", "tenant", "model", "alias", "ready", "ranks_registered", "ranks", "sessions", "fingerprint", "uncached")
+    __slots__ = ("engine", "tenant", "model", "alias", "ready", "ranks_registered", "ranks", "sessions", "namespace", "uncached")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -175,7 +175,7 @@ class Engine(_message.Message):
     RANKS_REGISTERED_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
-    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     UNCACHED_FIELD_NUMBER: _ClassVar[int]
     engine: str
     tenant: str
@@ -185,9 +185,9 @@ class Engine(_message.Message):
     ranks_registered: int
     ranks: int
     sessions: int
-    fingerprint: str
+    namespace: str
     uncached: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, engine: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., alias: _Optional[str] = ..., ready: bool = ..., ranks_registered: _Optional[int] = ..., ranks: _Optional[int] = ..., sessions: _Optional[int] = ..., fingerprint: _Optional[str] = ..., uncached: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, engine: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., alias: _Optional[str] = ..., ready: bool = ..., ranks_registered: _Optional[int] = ..., ranks: _Optional[int] = ..., sessions: _Optional[int] = ..., namespace: _Optional[str] = ..., uncached: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Space(_message.Message):
     __slots__ = ("tenant", "model", "alias", "namespace", "epoch", "chunks")

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvstore.codecs.base import TENANT_BYTES_MAX
 from kvstore.core.errors import ConfigError
 from kvstore.core.limits import ALIGN_BYTES
 from kvstore.core.messages import SpaceRecord
@@ -37,7 +38,6 @@ RESERVE_BYTES = 256 << 10
 SLAB_BYTES_MIN, SLAB_BYTES_MAX = 8192, 1 << 40
 EPOCH_MAX = (1 << 63) - 1
 NAMESPACE_BYTES = 32
-TENANT_BYTES_MAX = 128
 NAME_CHARACTERS_MAX = 1024
 """Of a model or alias, as the engine link takes them."""
 
