@@ -79,11 +79,6 @@ class Codec(Protocol):
     id: int
     """Stands in headers at rest; one of CODEC_IDS."""
     version: int
-    name: str
-    lossless: bool
-
-    def stored_bytes_max(self, raw_bytes: int) -> int:
-        """An upper bound of what ``encode`` makes of ``raw_bytes``."""
 
     def encode(self, raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """What to store for ``raw``: a new array, or ``raw`` itself. Doesn't mutate ``raw``."""

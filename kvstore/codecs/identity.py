@@ -14,12 +14,6 @@ class IdentityCodec:
 
     id = CODEC_IDS["identity"]
     version = 1
-    name = "identity"
-    lossless = True
-
-    def stored_bytes_max(self, raw_bytes: int) -> int:
-        """Exactly the raw length."""
-        return raw_bytes
 
     def encode(self, raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """``raw`` itself."""

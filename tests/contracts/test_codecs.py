@@ -21,4 +21,4 @@ class TestIdentityCodec(CodecContract):
         codec.decode(raw, raw)
 
     def test_id_is_the_one_at_rest(self, codec: IdentityCodec) -> None:
-        assert codec.id == CODEC_IDS[codec.name] == 0
+        assert codec.id == CODEC_IDS["identity"] == 0
