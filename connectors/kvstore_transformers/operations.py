@@ -11,7 +11,8 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TextIO
+from types import UnionType
+from typing import Any, TextIO, TypeVar, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -25,6 +26,8 @@ from kvstore_transformers.loading import DTYPES, load_model, load_tokenizer
 from kvstore_transformers.prompts import shared_prompts
 
 Fields = dict[str, Any]
+Value = TypeVar("Value")
+TIMEOUT_MAX_S = 86_400.0
 
 
 class Operations:
@@ -40,32 +43,31 @@ class Operations:
             "flush": self._flush,
         }
 
-    def answer(self, line: str) -> Fields:
+    def answer(self, line: bytes) -> Fields:
         """One line's answer."""
         try:
-            fields = json.loads(line)
+            fields = _object(line)
             operation = self._operations.get(str(fields.get("op")))
             if operation is None:
                 valid = ", ".join(self._operations)
                 raise RequestError(f"worker: op={fields.get('op')!r}; valid are {valid}")
             return operation(fields)
-        except json.JSONDecodeError as error:
-            return {"error": f"worker: not a JSON line: {error}"}
-        except (KVStoreError, KeyError, TypeError) as error:
+        except KVStoreError as error:
             return {"error": str(error)}
 
     def _prompts(self, fields: Fields) -> Fields:
         made = shared_prompts(
             self._tokenizer,
-            fields["text"],
-            fields["questions"],
-            fields["context_tokens"],
-            fields["question_tokens_max"],
+            _field(fields, "text", str),
+            _fields(fields, "questions", str),
+            _field(fields, "context_tokens", int),
+            _field(fields, "question_tokens_max", int),
         )
         return {"context": made.context, "questions": made.questions}
 
     def _generate(self, fields: Fields) -> Fields:
-        made = self._engine.generate(fields["tokens"], fields["max_new_tokens"])
+        tokens = _fields(fields, "tokens", int)
+        made = self._engine.generate(tokens, _field(fields, "max_new_tokens", int))
         return {
             "tokens": made.tokens,
             "text": self._tokenizer.decode(list(made.tokens), skip_special_tokens=True),
@@ -77,10 +79,10 @@ class Operations:
         }
 
     def _connected(self, fields: Fields) -> Fields:
-        return {"connected": self._engine.wait_connected(float(fields["timeout_s"]))}
+        return {"connected": self._engine.wait_connected(_timeout_s(fields))}
 
     def _flush(self, fields: Fields) -> Fields:
-        return {"flushed": self._engine.flush(float(fields["timeout_s"]))}
+        return {"flushed": self._engine.flush(_timeout_s(fields))}
 
 
 def run(argv: Sequence[str] | None) -> int:
@@ -107,13 +109,52 @@ def _serve(options: argparse.Namespace, out: TextIO) -> int:
                     "kv_bytes_per_token": engine.cache.shape.token_bytes(),
                 },
             )
-            for line in sys.stdin:
+            for line in sys.stdin.buffer:
                 if line.strip():
                     _say(out, operations.answer(line))
     except KVStoreError as error:
         _say(out, {"error": str(error)})
         return 1
     return 0
+
+
+def _object(line: bytes) -> Fields:
+    """The JSON object that a line is; raises RequestError for anything else."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"worker: not a JSON line: {error}") from error
+    if not isinstance(fields, dict):
+        raise RequestError(f"worker: a line is one JSON object, not {type(fields).__name__}")
+    return fields
+
+
+def _field(fields: Fields, name: str, kind: type[Value]) -> Value:
+    value = fields.get(name)
+    if not _is(value, kind):
+        raise RequestError(f"worker: {name}={value!r:.80}; valid is one {kind.__name__}")
+    return cast(Value, value)
+
+
+def _fields(fields: Fields, name: str, kind: type[Value]) -> list[Value]:
+    values = fields.get(name)
+    if not isinstance(values, list) or not all(_is(value, kind) for value in values):
+        raise RequestError(f"worker: {name}={values!r:.80}; valid is a list of {kind.__name__}")
+    return values
+
+
+def _timeout_s(fields: Fields) -> float:
+    value = fields.get("timeout_s")
+    if not (_is(value, int | float) and 0 <= cast(float, value) <= TIMEOUT_MAX_S):
+        raise RequestError(
+            f"worker: timeout_s={value!r:.80}; valid are 0 to {TIMEOUT_MAX_S:g} seconds"
+        )
+    return cast(float, value)
+
+
+def _is(value: object, kind: type | UnionType) -> bool:
+    """Of the kind, and not true or false, which Python takes for numbers."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 @contextlib.contextmanager
