@@ -32,7 +32,7 @@ def run(settings: Settings, namespace: argparse.Namespace) -> int:
         print_config(settings, config, namespace.json)
         return OK
     logging.basicConfig(stream=sys.stderr, level=config.log.level.upper(), format=LOG_FORMAT)
-    short = sizing.shortage(config.nvme, machine)
+    short = sizing.shortage(settings, config.nvme, machine)
     if short:
         logging.warning("%s", short)
     if settings.socket_is_default():

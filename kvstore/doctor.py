@@ -141,7 +141,7 @@ def sizes(settings: Settings) -> Finding:
         config = sizing.fit(settings, machine)
     except KVStoreError as error:
         return Finding("sizes", Status.FAIL, str(error))
-    short = sizing.shortage(config.nvme, machine)
+    short = sizing.shortage(settings, config.nvme, machine)
     if short:
         return Finding("sizes", Status.WARN, short)
     nvme = f"nvme {format_size(config.nvme.size)}" if config.nvme.size else "nvme off"

@@ -159,10 +159,16 @@ def look(settings: Settings, root: Path = ROOT) -> Machine:
     return Machine(memory_facts(root), disk_facts(path, root), nvme_folder(path), cores())
 
 
-def shortage(nvme: NvmeConfig, machine: Machine) -> str:
-    """A warning, in one line, where the disk has less room than the NVMe tier may take; else
-    empty. The tier then stops growing by itself, and goes on when there is room."""
+def shortage(settings: Settings, nvme: NvmeConfig, machine: Machine) -> str:
+    """A warning, in one line, where the disk has less room than the NVMe tier may take, or none for
+    a tier at all; else empty. A tier stops growing by itself, and goes on when there is room."""
     room = machine.disk.free_bytes + machine.folder.used_bytes
+    if not nvme.size and settings.amount("nvme.size").automatic():
+        return (
+            f"no NVMe tier: only {format_size(room)} is free for {nvme.path} "
+            f"({machine.disk.mount}), and {format_size(NVME_MIN)} is the least; free some space, "
+            "or set nvme.path to another disk, or nvme.size to off or a size"
+        )
     if nvme.size <= room:
         return ""
     return (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore import sizing
-from kvstore.config import load
+from kvstore.config import Settings, load
 from kvstore.core.errors import ConfigError
 from kvstore.machine import DiskFacts, MemoryFacts
 from kvstore.sizing import Config, Machine, NvmeFolder, fit
@@ -30,10 +30,17 @@ def machine(
     return Machine(memory, disk, folder or NvmeFolder(), 4)
 
 
+def settings_of(folder: Path, **flags: str) -> Settings:
+    return load({k.replace("__", "."): v for k, v in flags.items()}, {"HOME": str(folder)})
+
+
 def fitted(folder: Path, facts: Machine, **flags: str) -> Config:
-    return fit(
-        load({k.replace("__", "."): v for k, v in flags.items()}, {"HOME": str(folder)}), facts
-    )
+    return fit(settings_of(folder, **flags), facts)
+
+
+def shortage(folder: Path, facts: Machine, **flags: str) -> str:
+    config = fitted(folder, facts, **flags)
+    return sizing.shortage(settings_of(folder, **flags), config.nvme, facts)
 
 
 def refusal(folder: Path, facts: Machine, **flags: str) -> str:
@@ -109,8 +116,7 @@ def test_nvme_beyond_the_disk_is_refused(tmp_path: Path) -> None:
     message = refusal(tmp_path, facts, nvme__size="1TiB")
     assert "nvme.size=1TiB (flag --nvme-size) doesn't fit" in message
     assert "has 20 GiB, 10 GiB of it free" in message
-    config = fitted(tmp_path, facts, nvme__size=message.split("at most ")[1].split(",")[0])
-    assert sizing.shortage(config.nvme, facts) == ""
+    assert not shortage(tmp_path, facts, nvme__size=message.split("at most ")[1].split(",")[0])
 
 
 def test_disk_that_filled_up_keeps_no_daemon_from_starting(tmp_path: Path) -> None:
@@ -119,7 +125,8 @@ def test_disk_that_filled_up_keeps_no_daemon_from_starting(tmp_path: Path) -> No
     facts = machine(free=10 * GIB)
     config = fitted(tmp_path, facts, nvme__size="15GiB")
     assert config.nvme.size == 15 * GIB
-    assert "only 10 GiB is free for nvme.size 15 GiB" in sizing.shortage(config.nvme, facts)
+    short = shortage(tmp_path, facts, nvme__size="15GiB")
+    assert "only 10 GiB is free for nvme.size 15 GiB" in short
 
 
 @pytest.mark.parametrize("free", [0, 100 * MIB, GIB])
@@ -139,8 +146,14 @@ def test_small_cache_on_a_full_disk_is_kept(tmp_path: Path) -> None:
 
 
 def test_automatic_nvme_is_off_on_a_full_disk(tmp_path: Path) -> None:
-    """A daemon without settings starts on a full disk too, without the tier."""
-    assert fitted(tmp_path, machine(free=100 * MIB)).nvme.size == 0
+    """A daemon without settings starts on a full disk too, without the tier, and says why; who
+    switched it off knows."""
+    facts = machine(free=100 * MIB)
+    assert fitted(tmp_path, facts).nvme.size == 0
+    short = shortage(tmp_path, facts)
+    assert "no NVMe tier: only 100 MiB is free for" in short
+    assert "(/data), and 256 MiB is the least" in short
+    assert shortage(tmp_path, facts, nvme__size="off") == ""
 
 
 @pytest.mark.parametrize(
