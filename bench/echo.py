@@ -85,6 +85,12 @@ class EchoServer:
         self.path = path
         self._process: subprocess.Popen[str] | None = None
 
+    @property
+    def pid(self) -> int:
+        """Process ID."""
+        assert self._process is not None
+        return self._process.pid
+
     def __enter__(self) -> EchoServer:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bench.echo", "serve", self.path],

@@ -3,7 +3,7 @@
 A real daemon on default tiers, keys computed before. Each lookup is a request of its own (a repeat
 would be answered from its lease), over eight prompts in turn, so that the leading chunks of one
 aren't always in the processor's cache. Beside it a bare echo of frames of the same sizes with
-another process: the least that any round trip costs here.
+another process: the least that any round trip between two cores costs here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from bench.cores import apart
 from bench.daemon import BenchDaemon
 from bench.echo import EchoClient, EchoServer
 from bench.engine import BenchEngine, Shape, finish, tokens
@@ -137,6 +138,7 @@ def measure(bench: Bench) -> None:
         prompts = Prompts(engine, sizes.chunks, _PROMPTS, 1)
         many = Prompts(engine, sizes.many, 1, 100)
         daemon.drain()
+        stack.enter_context(apart(daemon.running.pid, server.pid))
         with EchoClient(server.path, *prompts.frame_bytes()) as echo:
             compare(prompts, echo, (sizes.batch, 1), 0.0)
             _back_to_back(bench, prompts, echo)
