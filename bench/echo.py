@@ -9,6 +9,7 @@ input ends and then prints the seconds of each call as JSON: the control beside 
 from __future__ import annotations
 
 import json
+import os
 import select
 import socket
 import struct
@@ -121,6 +122,7 @@ def ping(path: str, pace_s: float) -> None:
 
 
 if __name__ == "__main__":
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the parent may be kept on one core
     if sys.argv[1] == "serve":
         serve(sys.argv[2])
     else:
