@@ -37,7 +37,7 @@ from kvstore.device.base import Pages
 from kvstore.mover_lanes import LANES, Lane, LaneName, LaneStats
 from kvstore.tiers.base import ChunkForeignError, Tier
 from kvstore.tiers.host import HostTier
-from kvstore.tiers.priority import lower_priority
+from kvstore.tiers.priority import Home
 
 _log = logging.getLogger(__name__)
 
@@ -130,10 +130,9 @@ class Mover:
             degraded = degraded or f"{self._unexpected} Moves failed by an unexpected error"
         return MoverStats(lanes, len(self._pages), self._unexpected, degraded)
 
-    def _run(self, lane: Lane) -> None:
-        lower_priority()
+    def _run(self, lane: Lane, home: Home) -> None:
         ended: list[tuple[Move, MoveStatus]] = []
-        move = lane.take()
+        move = lane.take(home)
         while move is not None:
             start_s = lane.begin()
             status = self._carry_out(move)
@@ -143,7 +142,7 @@ class Mover:
             if following is None:
                 self._tell(ended)
                 ended.clear()
-                following = lane.take()
+                following = lane.take(home)
             move = following
 
     def _carry_out(self, move: Move) -> MoveStatus:

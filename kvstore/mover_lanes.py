@@ -7,12 +7,15 @@ the copies want too. So a thread that has carried out one chunk of a transfer ma
 next of the same transfer and report both together (``take_next``): nobody can use the end of the
 first before. It does so only while enough Moves wait to keep every thread busy until the loop has
 handed out more.
+
+Each thread waits on a core of its own (tiers/priority.py), and a Move wakes two that wait: the
+second helps, or stands in where the first one's core is busy. Left to itself the kernel wakes them
+all on the core of the loop, one behind the other, while another core is idle.
 """
 
 from __future__ import annotations
 
 import functools
-import queue
 import threading
 import time
 from collections import deque
@@ -21,6 +24,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvstore.core.messages import Move, MoveKind, MoveStatus
+from kvstore.tiers.priority import Home, lower_priority
 from kvstore.tiers.threads import start_thread
 
 
@@ -64,6 +68,10 @@ class LaneStats:
     busy_s: float
 
 
+_WOKEN = 2
+"""Threads that a Move wakes."""
+
+
 class Lane:
     """One lane of ``threads`` threads, which call ``run`` with it."""
 
@@ -71,54 +79,66 @@ class Lane:
         self._name = name
         self._count = threads
         self._threads: list[threading.Thread] = []
-        self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """True for each Move that no thread has taken yet, then False for each thread to end."""
         self._loads: deque[Move] = deque()
         self._others: deque[Move] = deque()
+        self._bells: list[threading.Lock] = []
+        """Of the threads that wait: each is locked, and its thread wakes when it is released."""
+        self._ending = False
         self._lock = threading.Lock()
         self._running = 0
         self._done = dict.fromkeys(MoveStatus, 0)
         self._kinds = {kind: KindStats() for kind, lane in LANES.items() if lane is name}
         self._busy_s = 0.0
 
-    def start(self, run: Callable[[Lane], None]) -> None:
+    def start(self, run: Callable[[Lane, Home], None]) -> None:
         """Start the threads. Raises TierUnavailableError where the system refuses one."""
+        self._ending = False
         for number in range(self._count):
             name = f"{self._name.value}-{number}"
-            self._threads.append(start_thread(name, functools.partial(run, self)))
+            self._threads.append(start_thread(name, functools.partial(self._serve, run, number)))
 
     def stop(self) -> None:
         """End the threads once everything that was put is done. Idempotent."""
-        for _ in self._threads:
-            self._tokens.put(False)
+        self._ending = True
+        self._ring(self._count)
         for thread in self._threads:
             thread.join()
         self._threads.clear()
 
     def put(self, move: Move) -> None:
-        """Queue a Move."""
+        """Queue a Move. Takes no lock: a thread of low priority might hold it for long."""
         (self._loads if move.kind is MoveKind.LOAD else self._others).append(move)
-        self._tokens.put(True)
+        self._ring(_WOKEN)
 
-    def take(self) -> Move | None:
+    def take(self, home: Home) -> Move | None:
         """Wait for the Move to carry out next; None: the thread ends."""
-        if not self._tokens.get():
-            return None
-        with self._lock:
-            return self._waiting().popleft()
+        bell = threading.Lock()
+        bell.acquire()
+        while True:
+            with self._lock:
+                waiting = self._loads or self._others
+                if waiting:
+                    return waiting.popleft()
+                if self._ending:
+                    return None
+            self._bells.append(bell)
+            if self._loads or self._others or self._ending:
+                self._ring(1)  # it came before the bell was there to ring
+            home.stay()
+            bell.acquire()
+            home.leave()
 
     def take_next(self, move: Move) -> Move | None:
         """The Move after this one to carry out before this one's end is reported; None where it is
         to be reported now."""
         with self._lock:
-            waiting = self._waiting()
-            if move.transfer is None or self._tokens.qsize() <= 2 * self._count:
+            waiting = self._loads or self._others
+            left = len(self._loads) + len(self._others)
+            if move.transfer is None or left <= 2 * self._count:
                 return None
             after = waiting[0]
             if (after.session, after.transfer) != (move.session, move.transfer):
                 return None
-            # Never waits: without the lock each other thread can have taken but one of them.
-            self._tokens.get()
             return waiting.popleft()
 
     def begin(self) -> float:
@@ -153,5 +173,14 @@ class Lane:
                 busy_s=self._busy_s,
             )
 
-    def _waiting(self) -> deque[Move]:
-        return self._loads or self._others
+    def _serve(self, run: Callable[[Lane, Home], None], number: int) -> None:
+        lower_priority()
+        run(self, Home(number))
+
+    def _ring(self, threads: int) -> None:
+        """Wake so many of the threads that wait."""
+        for _ in range(threads):
+            try:
+                self._bells.pop().release()
+            except IndexError:
+                return

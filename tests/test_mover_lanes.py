@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import queue
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,9 +16,13 @@ from kvstore.core.messages import (
     Moved,
     MoveID,
     MoveKind,
+    MoveStatus,
 )
 from kvstore.device.pages import HostPages
 from kvstore.mover import Mover, MoverThreads
+from kvstore.mover_lanes import Lane, LaneName
+from kvstore.tiers.priority import Home
+from tests.link_rig import eventually
 from tests.mover_bench import LAYOUT, SESSION, MoverBench
 
 
@@ -88,3 +94,48 @@ def test_moves_of_a_transfer_are_reported_together(bench: MoverBench) -> None:
 def wait(event: threading.Event) -> None:
     """Wait for what must happen."""
     assert event.wait(60)
+
+
+def test_threads_wait_on_cores_of_their_own_and_work_anywhere(bench: MoverBench) -> None:
+    """Woken on the loop's core they would copy one after the other, beside an idle one; bound to a
+    core while they copy they would wait for whatever else runs there."""
+    mine = os.sched_getaffinity(0)
+    cores = sorted(mine)
+    threads = {t.name: t.native_id for t in threading.enumerate() if t.name.startswith("copy-")}
+    assert set(threads) == {"copy-0", "copy-1"}
+
+    def waits_at_home(number: int) -> bool:
+        native = threads[f"copy-{number}"]
+        assert native is not None
+        return os.sched_getaffinity(native) == {cores[number % len(cores)]}
+
+    eventually(lambda: waits_at_home(0) and waits_at_home(1))
+    working: list[set[int]] = []
+    bench.hooks.append(lambda point, move: working.append(os.sched_getaffinity(0)))
+    assert bench.run(bench.move(MoveKind.STORE)) is MoveStatus.OK
+    assert working == [mine, mine]
+    eventually(lambda: waits_at_home(0) and waits_at_home(1))
+
+
+def test_a_move_that_comes_while_a_thread_falls_asleep_is_not_left_behind(
+    bench: MoverBench,
+) -> None:
+    """It comes after the thread has looked and before there is a bell to ring; no other follows."""
+    lane, late = Lane(LaneName.COPY, 1), bench.move(MoveKind.STORE)
+    coming = [late]
+    done: queue.SimpleQueue[MoveID] = queue.SimpleQueue()
+
+    class Bells(list[threading.Lock]):
+        def append(self, bell: threading.Lock) -> None:
+            if coming:
+                lane.put(coming.pop())
+            super().append(bell)
+
+    def run(lane: Lane, home: Home) -> None:
+        while (move := lane.take(home)) is not None:
+            done.put(move.id)
+
+    lane._bells = Bells()
+    lane.start(run)
+    assert done.get(timeout=60) == late.id
+    lane.stop()
