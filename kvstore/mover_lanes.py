@@ -3,10 +3,9 @@
 LOADs overtake STOREs, since an engine waits for them; otherwise Moves begin in order of arrival.
 
 To report wakes the daemon's loop, which then wants the interpreter lock and a core, both of which
-the copies want too. So a thread that has carried out one chunk of a transfer may go on with the
-next of the same transfer and report both together (``take_next``): nobody can use the end of the
-first before. It does so only while enough Moves wait to keep every thread busy until the loop has
-handed out more.
+the copies want too. So a thread that has carried out one chunk of a transfer goes on with the next
+of the same transfer, if that waits next, and reports both together (``take_next``): nobody can use
+the end of the first before.
 
 Each thread waits on a core of its own (tiers/priority.py), and a Move wakes two that wait: the
 second helps, or stands in where the first one's core is busy. Left to itself the kernel wakes them
@@ -133,8 +132,7 @@ class Lane:
         to be reported now."""
         with self._lock:
             waiting = self._loads or self._others
-            left = len(self._loads) + len(self._others)
-            if move.transfer is None or left <= 2 * self._count:
+            if not waiting or move.transfer is None:
                 return None
             after = waiting[0]
             if (after.session, after.transfer) != (move.session, move.transfer):
