@@ -1,17 +1,23 @@
 """Time to first token and throughput of a real engine, with and without kvstore.
 
-``python bench/ttft.py --engine vllm`` measures, for each prefix length and number of users, in one
-engine process and interleaved round by round:
+``python bench/ttft.py --engine vllm`` starts two engines of one model, one with the connector and a
+daemon beside it, one without, and lets them take turns on the same prompts.
 
-- ``plain``: nothing is cached, the connector left out of it (the request opts out)
-- ``cold``: nothing is cached, the connector looks up and stores: what no reuse costs
+For each prefix length and number of users, round by round:
+
+- ``without``: the engine without the connector computes
+- ``cold``: the one with it does; it looks up in vain and stores
 - ``local``: a hit in the engine's own prefix cache
 - ``host``, ``nvme``: an external hit, after the engine's own cache was dropped; for ``nvme`` the
   daemon was restarted too
 
-Every answer's tokens must be those of ``plain``. A prompt is the shared prefix and a question of 32
-tokens of its own; ``memcpy`` is one copy of the bytes of the hit. Prints a table and one JSON line.
-Needs the environment of ``make test-vllm``: its Python is named by --python or VLLM_TEST_PYTHON.
+A prompt is the shared prefix and a question of 32 tokens of its own; ``memcpy`` is one copy of the
+bytes of the hit. Then what no reuse costs: batches of prompts that nobody has seen, back to back,
+so that the stores of one prompt go on while the next is computed, with and without, in turn.
+
+All answers to a prompt must be the same tokens, each way must have what it is named after, and the
+last lines say which bars are met (``--gate``: exit with 1 where one isn't). Needs the environment
+of ``make test-vllm``: its Python is named by --python or VLLM_TEST_PYTHON.
 """
 
 from __future__ import annotations
@@ -19,100 +25,148 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "connectors")]
 
-WAYS = ("plain", "cold", "local", "host", "nvme")
+from bench.facts import Watch, describe, facts  # noqa: E402
+from bench.harness import (  # noqa: E402
+    Bench,
+    Size,
+    at_least,
+    at_most,
+    heading,
+    interleave,
+    p50,
+)
+
+if TYPE_CHECKING:
+    from tests.vllm.conftest import EngineProcess
+
+WAYS = ("without", "cold", "local", "host", "nvme")
 QUESTION = 32
 TOKENS_OUT = 8
-OPTED_OUT = {"kvstore.read": False, "kvstore.write": False}
+BATCH_OUT = 32
+TOKEN_BYTES = 30 * 2 * 3 * 64 * 4
+"""KV of a token of SmolLM2-135M in float32."""
+FASTER_TOKENS = 4096
+"""The bar of a hit's speed is for prefixes from here on."""
 SIZES = {
-    "KVSTORE_HOST_SIZE": "2GiB",
+    "KVSTORE_HOST_SIZE": "1GiB",
     "KVSTORE_NVME_SIZE": "6GiB",
     "KVSTORE_NVME_SLAB_SIZE": "64MiB",
 }
+Answer = dict[str, Any]
 
 
-class Bench:
-    """A daemon and an engine, and the rounds that are measured on them. A context manager."""
+class Pair:
+    """A daemon and two engines, one with the connector. A context manager."""
 
     def __init__(self, folder: Path) -> None:
         from tests.conftest import RunningDaemon, private_environment
-        from tests.vllm.conftest import MODEL, EngineProcess
 
         self.daemon = RunningDaemon(folder, private_environment(folder, SIZES), ())
         self.daemon.start()
-        arguments = {
-            "model": str(MODEL),
-            "engine": {"max_model_len": 4608},
-            "extra": {"socket": self.daemon.socket},
-        }
-        self.engine = EngineProcess(arguments, folder / "engine.log")
+        self.joined = _engine(folder / "joined.log", {"socket": self.daemon.socket})
+        self.joined.wait()
+        self.alone = _engine(folder / "alone.log", None)
 
-    def __enter__(self) -> Bench:
-        self.engine.wait()
+    def __enter__(self) -> Pair:
+        self.alone.wait()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.engine.close()
+        self.alone.close()
+        self.joined.close()
         self.daemon.kill()
 
+    def forget(self) -> None:
+        """Drop both engines' own prefix caches, when all that they do has ended."""
+        for engine in (self.joined, self.alone):
+            engine.fresh()
+
+    def restart_daemon(self) -> None:
+        """What was stored is on NVMe only."""
+        self.daemon.wait_for_stats(
+            lambda s: not s["traffic"]["moves_in_flight"] and not s["traffic"]["write_backlog"]
+        )
+        self.daemon.kill()
+        self.daemon.start()
+        assert self.joined.call("wait_ready")["ready"]
+
     def round(self, seed: int, prefix: int, users: int) -> dict[str, dict[str, float]]:
-        """Each way once, on prompts that nobody has seen; seconds to the first token, on average
-        over the users, and tokens a second, prompts included."""
+        """Each way once, on prompts that nobody has seen."""
         chance = random.Random(f"{seed}/{prefix}/{users}")
-        shared = [chance.randrange(1000, 40_000) for _ in range(prefix)]
-        prompts = [
-            shared + [chance.randrange(1000, 40_000) for _ in range(QUESTION)] for _ in range(users)
-        ]
+        shared = _tokens(chance, prefix)
+        prompts = [shared + _tokens(chance, QUESTION) for _ in range(users)]
         found: dict[str, dict[str, float]] = {}
         tokens: dict[str, Any] = {}
-        ways = WAYS if seed % 2 else ("cold", "plain", *WAYS[2:])
-        for way in ways:
+        for way in WAYS if seed % 2 else (*WAYS[1:], WAYS[0]):
             if way != "local":
-                self._forget(way)
-            found[way], tokens[way] = self._measure(prompts, way)
+                self.forget()
+            if way == "nvme":
+                self.restart_daemon()
+            engine = self.alone if way == "without" else self.joined
+            found[way], tokens[way] = _measure(engine, prompts, prefix if way in WAYS[2:] else 0)
         for way in WAYS:
-            assert tokens[way] == tokens["plain"], f"{way} gives other tokens"
+            assert tokens[way] == tokens["without"], f"{way} gives other tokens"
         return found
 
-    def _forget(self, way: str) -> None:
-        self.engine.fresh()
-        if way == "nvme":
-            self.daemon.wait_for_stats(
-                lambda s: not s["traffic"]["moves_in_flight"] and not s["traffic"]["write_backlog"]
-            )
-            self.daemon.stop()
-            self.daemon.start()
-            assert self.engine.call("wait_ready")["ready"]
+    def batch_s(self, name: str, seed: int, batch: tuple[int, int, int]) -> float:
+        """The seconds of a batch (prompts one after the other, users at once, tokens each) that
+        nobody has seen, by the engine ``with`` or ``without`` the connector."""
+        prompts, users, tokens = batch
+        chance = random.Random(f"batch {seed}/{batch}")
+        engine = self.joined if name == "with" else self.alone
+        engine.fresh()
+        taken_s = 0.0
+        for _ in range(prompts):
+            requests = [
+                {"prompt": _tokens(chance, tokens), "max_tokens": BATCH_OUT} for _ in range(users)
+            ]
+            answer = engine.call("run", requests=requests)
+            assert not any(result["cached"] for result in answer["results"])
+            taken_s += answer["seconds"]
+        return taken_s
 
-    def _measure(self, prompts: list[list[int]], way: str) -> tuple[dict[str, float], Any]:
-        requests = [{"prompt": tokens, "max_tokens": TOKENS_OUT} for tokens in prompts]
-        if way == "plain":
-            requests = [request | {"params": OPTED_OUT} for request in requests]
-        answer = self.engine.call("run", requests=requests)
-        results = answer["results"]
-        if way in ("host", "nvme", "local"):
-            assert all(r["cached"] >= len(prompts[0]) - QUESTION - 127 for r in results), results
-        moved = sum(len(tokens) + TOKENS_OUT for tokens in prompts)
-        return {
-            "ttft_s": statistics.fmean(r["first_s"] for r in results),
-            "tokens_s": moved / answer["seconds"],
-        }, [r["tokens"] for r in results]
+
+def _engine(log: Path, extra: dict[str, Any] | None) -> EngineProcess:
+    from tests.vllm.conftest import MODEL, EngineProcess
+
+    arguments = {"model": str(MODEL), "engine": {"max_model_len": 4608}, "extra": extra}
+    return EngineProcess(arguments, log)
+
+
+def _tokens(chance: random.Random, count: int) -> list[int]:
+    return [chance.randrange(1000, 40_000) for _ in range(count)]
+
+
+def _measure(
+    engine: EngineProcess, prompts: list[list[int]], cached: int
+) -> tuple[dict[str, float], Any]:
+    """Seconds to the first token, on average over the users, and tokens a second, prompts
+    included."""
+    requests = [{"prompt": tokens, "max_tokens": TOKENS_OUT} for tokens in prompts]
+    answer = engine.call("run", requests=requests)
+    results = answer["results"]
+    hits = [result["cached"] for result in results]
+    assert min(hits) >= cached - 127 if cached else min(hits) == 0, hits
+    moved = sum(len(tokens) + TOKENS_OUT for tokens in prompts)
+    return {
+        "ttft_s": statistics.fmean(r["first_s"] for r in results),
+        "tokens_s": moved / answer["seconds"],
+    }, [r["tokens"] for r in results]
 
 
 def memcpy_s(nbytes: int) -> float:
@@ -126,73 +180,107 @@ def memcpy_s(nbytes: int) -> float:
     return statistics.median(times)
 
 
-def summary(rounds: list[dict[str, dict[str, float]]], prefix: int) -> dict[str, Any]:
-    """Medians of each way, and the ratios that matter, each the median over the rounds."""
-    token_bytes = 30 * 2 * 3 * 64 * 4
-    copy_s = memcpy_s(prefix * token_bytes)
-    found: dict[str, Any] = {"memcpy_s": copy_s}
+def hits(bench: Bench, pair: Pair, prefix: int, users: int, rounds: int) -> dict[str, Any]:
+    """One line of the table; its bars go to ``bench``."""
+    made = [pair.round(1 + n, prefix, users) for n in range(rounds)]
+    copy_s = memcpy_s(prefix * TOKEN_BYTES)
+    found: dict[str, Any] = {"prefix": prefix, "users": users, "memcpy_s": copy_s}
     for way in WAYS:
         for what in ("ttft_s", "tokens_s"):
-            found[f"{way}_{what}"] = statistics.median(r[way][what] for r in rounds)
-    ratios = {
-        "host_faster": [r["plain"]["ttft_s"] / r["host"]["ttft_s"] for r in rounds],
-        "nvme_faster": [r["plain"]["ttft_s"] / r["nvme"]["ttft_s"] for r in rounds],
-        "host_by_local": [r["host"]["ttft_s"] / (r["local"]["ttft_s"] + copy_s) for r in rounds],
-        "cold_by_plain": [r["cold"]["ttft_s"] / r["plain"]["ttft_s"] for r in rounds],
-    }
-    for name, values in ratios.items():
-        found[name] = statistics.median(values)
-        found[f"{name}_spread"] = [min(values), max(values)]
+            found[f"{way}_{what}"] = statistics.median(r[way][what] for r in made)
+    line = " ".join(f"{way} {found[f'{way}_ttft_s']:.3f}" for way in WAYS)
+    print(f"prefix {prefix}, users {users}: TTFT {line} s", file=bench.out, flush=True)
+    ttft = [{way: r[way]["ttft_s"] for way in WAYS} for r in made]
+    bar = at_least(10) if prefix >= FASTER_TOKENS else None
+    where = f"{prefix:,} tokens, {users} user{'s' if users > 1 else ''}"
+    for way in ("host", "nvme"):
+        ratios = [r["without"] / r[way] for r in ttft]
+        bench.row(f"{where}: hit in {way}, faster than computed", "x", ratios, bar)
+    ratios = [r["host"] / (r["local"] + copy_s) for r in ttft]
+    bench.row(f"{where}: host by own hit and memcpy", "x", ratios, at_most(1.5))
     return found
+
+
+def no_reuse(bench: Bench, pair: Pair, batch: tuple[int, int, int], rounds: int) -> None:
+    """One row: the time of batches with kvstore, by without."""
+
+    def side(name: str, run: int) -> Any:
+        return lambda number: pair.batch_s(name, run * rounds + number, batch)
+
+    ratios, times = [], []
+    for run in range(bench.runs):
+        taken = interleave({name: side(name, run) for name in ("without", "with")}, rounds)
+        ratios.append(p50(taken["with"]) / p50(taken["without"]))
+        times += taken["without"]
+    prompts, users, tokens = batch
+    what = f"{prompts} x {users} prompts of {tokens:,} tokens, nothing reused"
+    beside = f"a batch takes {p50(times):.2f} s without; {rounds} batches a side in each run"
+    bench.row(what, "x", ratios, at_most(1.03), beside)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--engine", choices=["vllm"], default="vllm")
-    parser.add_argument("--python", default=os.environ.get("VLLM_TEST_PYTHON", ""))
-    parser.add_argument("--prefix", type=int, nargs="+", default=[1024, 2048, 4096])
-    parser.add_argument("--users", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args(argv)
+    options = _parse(argv)
     if not Path(options.python).is_file():
         print("ttft: name the Python of an environment with vLLM by --python", file=sys.stderr)
         return 2
     os.environ["VLLM_TEST_PYTHON"] = options.python
+    watch = Watch.begin()
+    started_s = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="kvb-"))
-    measured: list[dict[str, Any]] = []
+    bench = Bench(Size.FULL, folder, question="ttft")
+    lines: list[dict[str, Any]] = []
     try:
-        with Bench(folder) as bench:
-            bench.round(0, 256, 1)
+        print(describe(watch, folder))
+        with Pair(folder) as pair:
+            pair.round(0, 256, 1)
+            heading(bench.out)
             for prefix in options.prefix:
                 for users in options.users:
-                    rounds = [bench.round(1 + n, prefix, users) for n in range(options.rounds)]
-                    row = {"prefix": prefix, "users": users} | summary(rounds, prefix)
-                    measured.append(row)
-                    show(row)
+                    lines.append(hits(bench, pair, prefix, users, options.rounds))
+            for batch in ((3, 1, options.batch), (1, 8, options.batch // 2)):
+                no_reuse(bench, pair, batch, options.rounds)
+        document = facts(watch, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    return _conclude(bench, watch, document | {"rounds": options.rounds, "table": lines}, options,
+                     time.monotonic() - started_s)  # fmt: skip
+
+
+def _conclude(
+    bench: Bench,
+    watch: Watch,
+    document: dict[str, Any],
+    options: argparse.Namespace,
+    taken_s: float,
+) -> int:
+    """Print the bars that aren't met, warnings and the JSON line; the exit status."""
     from kvstore_vllm.environment import VLLM
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True,
-        check=False,
-    ).stdout.strip()  # fmt: skip
-    facts = {"bench": "ttft", "engine": options.engine, "rounds": options.rounds,
-             "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-             "python": platform.python_version(), "vllm": VLLM,
-             "load": os.getloadavg()[0], "commit": commit, "rows": measured}  # fmt: skip
-    print(json.dumps(facts))
-    return 0
+    missed = [row for row in bench.rows if not row.met()]
+    for row in missed:
+        print(f"bar not met: {row.name}: {row.median():.3g} {row.unit}")
+    for warning in watch.warnings():
+        print(f"warning: {warning}")
+    bars = sum(row.bar is not None for row in bench.rows)
+    print(f"{bars - len(missed)} of {bars} bars met, {taken_s:.0f} s")
+    rows = [row.document() for row in bench.rows]
+    known = {"bench": "ttft", "engine": options.engine, "vllm": VLLM, "rows": rows}
+    print(json.dumps(known | document | {"warnings": watch.warnings()}))
+    return 1 if options.gate and missed else 0
 
 
-def show(row: dict[str, Any]) -> None:
-    """One line of the table."""
-    times = " ".join(f"{way} {row[f'{way}_ttft_s']:7.3f}" for way in WAYS)
-    print(f"prefix {row['prefix']:5} users {row['users']:2}: {times} s", end=" | ")
-    print(f"host {row['host_faster']:.1f}x nvme {row['nvme_faster']:.1f}x", end=" | ")
-    print(f"host by local and memcpy {row['host_by_local']:.2f}", end=" | ")
-    print(f"cold by plain {row['cold_by_plain']:.3f}", flush=True)
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--engine", choices=["vllm"], default="vllm")
+    parser.add_argument("--python", default=os.environ.get("VLLM_TEST_PYTHON", ""))
+    parser.add_argument("--prefix", type=int, nargs="*", default=[1024, 2048, 4096])
+    parser.add_argument("--users", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=1024,
+                        help="tokens of a prompt where nothing is reused")  # fmt: skip
+    parser.add_argument("--gate", action="store_true", help="exit with 1 where a bar isn't met")
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -115,6 +115,22 @@ class Engine:
         keys = self.scheduler.connector._scheduler._session.keys(tokens)
         return {"keys": [key.hex() for key in keys]}
 
+    def lookups(self, line: dict[str, Any]) -> dict[str, Any]:
+        """A request for which vLLM asks again and again, without ever loading, and which is then
+        aborted: how many of its lookups hit."""
+        known = set(self.scheduler.requests)
+        name = self._add(line)
+        (number,) = set(self.scheduler.requests) - known
+        request = self.scheduler.requests[number]
+        connector = self.scheduler.connector
+        tracked = connector._scheduler._requests[number]
+        hits = 0
+        for _ in range(line["times"]):
+            tracked.offer = None  # as if the last answer were too old to be given again
+            hits += connector.get_num_new_matched_tokens(request, 0)[0] > 0
+        self.engine.abort_request([name])
+        return {"hits": hits}
+
     def digested(self, line: dict[str, Any]) -> dict[str, Any]:
         """Wait until the connector knows an adapter's digest."""
         name, number, path = line["adapter"]

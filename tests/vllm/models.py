@@ -1,8 +1,8 @@
 """Tiny models with random weights, written as Hugging Face folders: what no small real model is.
 
 ``python -m tests.vllm.models KIND FOLDER MODEL [SEED]``; KIND is ``hybrid`` (sliding windows of
-128 and full attention), ``mla`` (multi-head latent attention), both with the tokenizer of MODEL, or
-``adapter``: a LoRA adapter for MODEL.
+128 and full attention), ``mla`` (multi-head latent attention), ``single`` (one KV head), all with
+the tokenizer of MODEL, or ``adapter``: a LoRA adapter for MODEL.
 """
 
 from __future__ import annotations
@@ -47,6 +47,20 @@ def mla() -> Any:
     )  # fmt: skip
 
 
+def single() -> Any:
+    """Llama's architecture with one KV head, which tensor-parallel ranks must share."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=49152, hidden_size=128, intermediate_size=256, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=1, head_dim=32, initializer_range=0.1,
+            max_position_embeddings=8192, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            tie_word_embeddings=False,
+        )
+    )  # fmt: skip
+
+
 def write_adapter(folder: Path, model: str) -> None:
     """A LoRA adapter of the query and value projections of every layer."""
     import torch
@@ -79,7 +93,7 @@ def main() -> None:
     if kind == "adapter":
         write_adapter(Path(folder), base)
         return
-    model = {"hybrid": hybrid, "mla": mla}[kind]()
+    model = {"hybrid": hybrid, "mla": mla, "single": single}[kind]()
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(base).save_pretrained(folder)
 

@@ -9,30 +9,38 @@ from typing import Any
 import pytest
 
 from tests.vllm.conftest import CHUNK, Rig, prompt, whole
-from tests.vllm.slots import damage
+from tests.vllm.slots import damage, lose
 
 STOP_S = 20.0
 
 
+@pytest.mark.parametrize("how", ["damaged", "lost"])
 @pytest.mark.parametrize("where", ["first", "middle", "last"])
-def test_chunk_that_fails_its_checksum_is_computed(rig: Rig, where: str) -> None:
-    """A byte on NVMe is flipped in the first, a middle or the last chunk of a hit. The load names
-    the blocks, vLLM computes from there, the text is the same; the request isn't offered the chunk
-    again (one failed load), and afterwards everything is stored anew. Field case 22."""
-    text = prompt(f"damaged {where}", 40)
+def test_chunk_that_cannot_be_loaded_is_computed(rig: Rig, where: str, how: str) -> None:
+    """A byte on NVMe is flipped in the first, a middle or the last chunk of a hit, or the chunk is
+    erased under the running daemon. The load names the blocks, vLLM computes from there, the text
+    is the same; the request isn't offered the chunk again (one failed load), and afterwards
+    everything is stored anew. Field case 22."""
+    text = prompt(f"{how} {where}", 40)
     cold = rig.engine.run({"prompt": text})[0]
     chunks = whole(rig.engine, text) // CHUNK
     keys = rig.engine.call("keys", prompt=text)["keys"]
     place = {"first": 0, "middle": chunks // 2, "last": chunks - 1}[where]
-    before = rig.nothing_is_left()["counts"].get("load_failures", 0)
+    before = rig.nothing_is_left()["counts"]
+    key = bytes.fromhex(keys[place])
     rig.written()
     rig.daemon.stop()
-    assert damage(rig.daemon.nvme, bytes.fromhex(keys[place])) == 1
+    if how == "damaged":
+        assert damage(rig.daemon.nvme, key) == 1
     rig.fresh()
+    if how == "lost":
+        assert lose(rig.daemon.nvme, key, shard=0) == 1
     loaded = rig.engine.run({"prompt": text})[0]
     assert loaded["tokens"] == cold["tokens"]
-    status = rig.nothing_is_left()
-    assert status["counts"]["load_failures"] == before + 1
+    after = rig.nothing_is_left()["counts"]
+    assert after["load_failures"] == before.get("load_failures", 0) + 1
+    loaded_chunks = after.get("loaded_chunks", 0) - before.get("loaded_chunks", 0)
+    assert loaded_chunks == place
     rig.engine.fresh()
     again = rig.engine.run({"prompt": text})[0]
     assert (again["tokens"], again["cached"]) == (cold["tokens"], chunks * CHUNK)
@@ -155,6 +163,16 @@ def test_aborts_at_every_moment_leave_nothing(rig: Rig, stopped: bool) -> None:
     found = rig.engine.run(*({"prompt": text} for text in texts))
     assert [r["tokens"] for r in found] == [r["tokens"] for r in cold]
     assert all(r["cached"] > 0 for r in found)
+    rig.nothing_is_left()
+
+
+def test_lookups_without_a_load_leave_no_pin(rig: Rig) -> None:
+    """vLLM asks ten thousand times for a request that never gets blocks, and then it is aborted.
+    Field case 46."""
+    text = prompt("asked for", 12)
+    rig.engine.run({"prompt": text})
+    rig.engine.fresh()
+    assert rig.engine.call("lookups", prompt=text, times=10_000)["hits"] == 10_000
     rig.nothing_is_left()
 
 
