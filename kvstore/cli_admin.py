@@ -44,7 +44,13 @@ class AdminClient:
 
     def __enter__(self) -> AdminClient:
         socket = self.address.removeprefix("unix:")
-        if socket != self.address and not Path(socket).is_socket():
+        try:
+            missing = socket != self.address and not Path(socket).is_socket()
+        except OSError as error:
+            raise KVStoreError(
+                f"{self.address}: {error.strerror}; run it as the user of that daemon"
+            ) from error
+        if missing:
             raise self._no_daemon()
         self._channel = grpc.insecure_channel(self.address, CHANNEL_OPTIONS)
         return self

@@ -65,7 +65,7 @@ Check = Callable[[Settings], Finding]
 
 def run(settings: Settings, namespace: argparse.Namespace) -> int:
     """Run every check and print it; 1 if one failed."""
-    findings = [check(settings) for check in CHECKS]
+    findings = [_checked(check, settings) for check in CHECKS]
     failed = any(finding.status is Status.FAIL for finding in findings)
     if namespace.json:
         lines = [asdict(finding) | {"status": finding.status.value} for finding in findings]
@@ -76,6 +76,16 @@ def run(settings: Settings, namespace: argparse.Namespace) -> int:
             advice = f"; {finding.advice}" if finding.advice else ""
             print(f"{finding.status.value:<4}  {finding.name:<{width}}  {finding.detail}{advice}")
     return FAILURE if failed else OK
+
+
+def _checked(check: Check, settings: Settings) -> Finding:
+    """A check's finding; what the system refuses while it looks is one, too."""
+    try:
+        return check(settings)
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        name = check.__name__.replace("_", " ")
+        return Finding(name, Status.FAIL, f"{error.strerror or error}{where}")
 
 
 def python(settings: Settings) -> Finding:
@@ -202,6 +212,11 @@ def locked_memory(settings: Settings) -> Finding:
 def disk(settings: Settings) -> Finding:
     """Space of the NVMe tier's file system, and that it isn't memory."""
     path = settings.nvme_path()
+    try:
+        path.exists()
+    except OSError as error:
+        advice = "set nvme.path to a folder of your own, or nvme.size to off"
+        return Finding("disk", Status.FAIL, f"{path}: {error.strerror}", advice)
     facts = disk_facts(path)
     detail = f"{path} on {facts.mount} ({facts.kind}): {format_size(facts.free_bytes)} free"
     if facts.in_memory():

@@ -63,9 +63,9 @@ def disk_facts(path: Path, root: Path = ROOT) -> DiskFacts:
 
 
 def nearest_existing(path: Path) -> Path:
-    """``path``, or the nearest of its parents that exists."""
+    """``path``, or the nearest of its parents that exists and may be looked at."""
     for candidate in (path, *path.parents):
-        if candidate.exists():
+        if os.path.exists(candidate):
             return candidate
     return ROOT
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.cli import build_parser, main
+from kvstore.cli_admin import AdminClient, NoDaemonError
+from kvstore.core.errors import KVStoreError
 from tests.conftest import private_environment, run_kvstore
 
 COMMANDS = ("serve", "stats", "verify", "clear", "doctor", "demo")
@@ -93,6 +95,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         (["serve", "--admin-address", "0.0.0.0:80"], "needs TLS and a token"),
         (["serve", "--socket", "/" + "x" * 200], "choose a shorter one"),
         (["serve", "--config", "/nowhere.toml"], "no file; name one that exists"),
+        (["serve", "--nvme-path", f"/tmp/{'x' * 300}/nvme"], "set nvme.path to a folder of your"),
         (["serve", "--nvme-direct-io", "maybe"], "valid: auto or on or off"),
         (["stats", "--watch", "0"], "valid: 0.1 to 3600 seconds"),
         (["clear"], "name what to clear"),
@@ -114,13 +117,12 @@ def test_bad_configuration_is_one_line_and_exit_code_2(
     assert sorted(p.name for p in private_folder.iterdir()) == ["run"]
 
 
-@pytest.mark.parametrize("command", ["serve", "verify", "doctor"])
-def test_what_the_system_refuses_is_one_line(command: str, private_folder: Path) -> None:
+def test_what_the_system_refuses_is_one_line(private_folder: Path) -> None:
     """A path that no file system takes: the reason and the path, and no trace."""
     path = f"/{'x' * 300}"
-    done = run_kvstore(private_environment(private_folder), command, "--nvme-path", path)
+    done = run_kvstore(private_environment(private_folder), "verify", "--nvme-path", path)
     assert done.returncode == 1
-    assert one_line(done.stderr) == f"kvstore {command}: File name too long: {path}"
+    assert one_line(done.stderr) == f"kvstore verify: File name too long: {path}"
 
 
 def test_config_file_of_an_unknown_user_is_one_line(private_folder: Path) -> None:
@@ -182,6 +184,13 @@ def test_without_a_daemon_it_says_so_and_exits_3(command: list[str], private_fol
     assert "no daemon answers at unix:" in line
     assert "kvstore serve" in line
     assert done.stdout == ""
+
+
+def test_a_socket_that_cannot_be_looked_at_is_said() -> None:
+    """Another user's folder, or a name that no file has: not that nobody answers."""
+    with pytest.raises(KVStoreError, match="File name too long; run it as") as caught:
+        AdminClient(f"unix:/tmp/{'x' * 300}").__enter__()
+    assert not isinstance(caught.value, NoDaemonError)
 
 
 def test_a_dead_daemons_socket_is_no_daemon(private_folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -87,3 +88,31 @@ def test_nvme_in_memory_is_a_warning(tmp_path: Path) -> None:
     finding = doctor.disk(settings(tmp_path, nvme__path="/dev/shm/kvstore-test"))
     assert finding.status is Status.WARN
     assert "this file system is memory" in finding.advice
+
+
+def test_a_folder_that_cannot_be_looked_at_keeps_no_check_from_its_line(
+    private_folder: Path,
+) -> None:
+    """A doctor who faints at the wound helps nobody."""
+    environment = private_environment(private_folder)
+    done = run_kvstore(environment, "doctor", "--nvme-path", f"/tmp/{'x' * 300}/nvme")
+    assert len(done.stdout.splitlines()) == len(CHECKS), done.stdout + done.stderr
+    assert "ok    python" in done.stdout
+    [disk] = [line for line in done.stdout.splitlines() if line.split()[1] == "disk"]
+    assert disk.startswith("fail")
+    assert "File name too long; set nvme.path to a folder of your own" in disk
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_check_that_fails_itself_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the system refuses."""
+
+    def odd_check(_: Settings) -> doctor.Finding:
+        raise PermissionError(13, "Permission denied", "/odd")
+
+    monkeypatch.setattr(doctor, "CHECKS", (odd_check,))
+    assert doctor.run(settings(tmp_path), argparse.Namespace(json=False)) == 1
+    line = " ".join(capsys.readouterr().out.split())
+    assert line == "fail odd check Permission denied: /odd"

@@ -212,6 +212,11 @@ class NvmeTier:
                 f"nvme: {self.folder} is no folder; set nvme.path to one, or to where one can be "
                 "made"
             ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"nvme: {self.folder} can't be made ({error.strerror}); set nvme.path to a folder "
+                "of your own"
+            ) from error
         try:
             self.folder.chmod(0o700)
         except PermissionError as error:
