@@ -127,6 +127,8 @@ class Line:
                     self.close(until_s)
                     return link.refusal
                 if link.phase is not Phase.OVER:
+                    if link.phase is not Phase.LIVE:
+                        self._note(f"the daemon at {self._path} hasn't answered yet")
                     return None
                 link.channel.dispose()
             remaining_s = until_s - time.monotonic()

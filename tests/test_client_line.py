@@ -372,3 +372,17 @@ def test_clients_without_a_session_leave_nothing_behind(rig: Rig) -> None:
 
 def _wait_for_a_loss(session: SchedulerSession) -> None:
     eventually(lambda: session.state().counts.losses > 0)
+
+
+def test_a_listener_that_says_nothing_is_named(bare: BareDaemon) -> None:
+    """A stopped daemon, or something else's socket: the session says that nothing has answered, and
+    no longer so once it has."""
+    with Client(bare.path, connect_timeout_s=0.05) as client:
+        session = client.attach("e1")
+        assert session.state().reason == f"the daemon at {bare.path} hasn't answered yet"
+        welcome = threading.Thread(target=bare.welcome)
+        welcome.start()
+        assert session.wait_ready(DEADLINE_S)
+        eventually(lambda: session.state().reason == "")
+        welcome.join()
+        bare.hang_up()
