@@ -21,7 +21,7 @@ FOR_TEST := .[transformers,dev]
 retry = for try in 1 2 3; do $(1) && break; [ $$try -lt 3 ] || exit 1; echo "trying again: $(1)"; sleep 5; done
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-vllm sim check bench bench-peers proto wheel format clean
+.PHONY: help run test test-vllm sim soak check bench bench-peers proto wheel format clean
 
 help: ## list the targets
 	@echo "kvstore: make TARGET [ARGS=...]"
@@ -40,6 +40,10 @@ test-vllm: $(VENV)/.dev ## build an environment with vLLM (2.5 GB, minutes, once
 
 sim: $(VENV)/.dev ## simulate the core with fresh seeds: make sim SECONDS=60 SEED=1
 	@$(BIN)/python -m tests.sim --seconds $(SECONDS) --seed $(SEED) --quiet
+
+soak: SECONDS = 240
+soak: $(VENV)/.dev ## kills, stops, bursts, fuzzing, simulator and load for long (20 minutes): make soak SECONDS=240
+	@$(BIN)/python -m tests.soak --seconds $(SECONDS) $(ARGS)
 
 check: $(VENV)/.dev ## ruff, mypy --strict, the rules of the code base, and generated code up to date
 	$(BIN)/ruff check .

@@ -85,12 +85,20 @@ class RunningDaemon:
 
     def start(self, *command: str) -> None:
         """Start it, by this checkout's command line or another, and wait for its ready line."""
+        self.launch(*command)
+        self.await_ready()
+
+    def launch(self, *command: str) -> None:
+        """Start it, and don't wait."""
         command = command or (sys.executable, "-m", "kvstore.cli")
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 [*command, "serve", *self.arguments],
                 env=self.environment, stdout=subprocess.PIPE, stderr=log, cwd=self.folder,
             )  # fmt: skip
+
+    def await_ready(self) -> None:
+        """Wait for the ready line of the process that was launched."""
         self.lines = self._read_until_ready()
 
     def stop(self) -> int:

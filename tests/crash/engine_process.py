@@ -8,7 +8,8 @@ import random
 import select
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -44,15 +45,19 @@ class Event:
     wrong: int = 0
 
 
-class EngineProcess:
-    """A process that lives a Life. A context manager, at whose end it is gone."""
+Live = Callable[[Life, Connection], None]
+"""What the process does: it sends Events, the last of them "ended"."""
 
-    def __init__(self, life: Life) -> None:
+
+class EngineProcess:
+    """A process that lives a Life, by ``live``. A context manager, at whose end it is gone."""
+
+    def __init__(self, life: Life, live: Live | None = None) -> None:
         self.life = life
-        self._ours, theirs = multiprocessing.Pipe(duplex=False)
+        self._ours, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
-        self._process = context.Process(target=_live, args=(life, theirs), daemon=True)
+        self._process = context.Process(target=live or _live, args=(life, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -85,6 +90,11 @@ class EngineProcess:
         """Process ID."""
         assert self._process.pid is not None
         return self._process.pid
+
+    def finish(self) -> list[Event]:
+        """Tell a life that has no end of its own to come to one; its last events."""
+        self._ours.send("finish")
+        return self.rest()
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal."""
@@ -149,7 +159,15 @@ def _live(life: Life, pipe: Connection) -> None:
         pipe.send(Event("registered"))
         for number, seed in enumerate(life.seeds):
             pipe.send(_work(engine, life, number, seed))
+    end(pipe)
+
+
+def end(pipe: Connection) -> None:
+    """Tell that life has ended, and stay until the test has taken notice: who is signalled is
+    there."""
     pipe.send(Event("ended"))
+    with suppress(EOFError):
+        pipe.recv()
 
 
 def _work(engine: SmallEngine, life: Life, number: int, seed: int) -> Event:

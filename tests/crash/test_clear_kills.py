@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import select
 import threading
 import time
 
@@ -20,10 +19,11 @@ CLEARED, KEPT = "org/cleared", "org/kept"
 
 class Clearing:
     """A clear that a thread asks for; ``answered`` tells whether the daemon has said that it is
-    durable."""
+    durable, once it has ``ended``."""
 
     def __init__(self, admin: AdminClient) -> None:
         self.answered = False
+        self.ended = threading.Event()
         self._admin = admin
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -38,6 +38,7 @@ class Clearing:
             self.answered = self._admin.clear(CLEARED, "").namespaces == 1
         except KVStoreError:
             self.answered = False
+        self.ended.set()
 
 
 def clear_s(watch: Watch) -> float:
@@ -61,9 +62,9 @@ def test_what_was_cleared_stays_cleared_over_a_kill_at_any_moment(
     start_daemon: StartDaemon,
 ) -> None:
     """Two models on NVMe, one is cleared while one more of its prompts is being stored, and the
-    daemon is killed at a random moment around it. Once the clear was answered nothing that was
-    asked for before it is ever hit again, over all kills to come; unanswered, what is hit is
-    right. The other model keeps all it had."""
+    daemon is killed at a random moment around it, or with its answer. Once the clear was
+    answered nothing that was asked for before it is ever hit again, over all kills to come;
+    unanswered, what is hit is right. The other model keeps all it had."""
     seed = random.randrange(1 << 32)
     randomness = random.Random(seed)
     daemon = start_daemon()
@@ -81,24 +82,25 @@ def test_what_was_cleared_stays_cleared_over_a_kill_at_any_moment(
         for point in range(POINTS // 2):
             fresh = [3 * point + 1, 3 * point + 2]
             store(cleared, fresh)
-            if point % 2:
+            if point % 4 < 2:
                 watch.written()
             late = cleared.keys(tokens(CHUNKS, 3 * point + 3))
             cleared.fill(late, CHUNKS)
-            delay_s = randomness.random() * 2 * whole_s
+            delay_s = randomness.random() * 2 * whole_s if point % 2 else WAIT_S
             with watch.admin() as admin:
                 admin.stats()
                 ticket = cleared.begin_store(late, CHUNKS)
                 cleared.hits(late)  # its answer comes behind the store: the core has begun it
                 clearing = Clearing(admin)
-                select.select([], [], [], delay_s)
+                clearing.ended.wait(delay_s)
                 daemon.kill()
                 clearing.join()
             what = f"seed {seed} point {point} {delay_s:.6f} s answered {clearing.answered}"
             assert ticket.wait(WAIT_S) is not None, what
-            daemon.start()
+            daemon.launch()
             assert cleared.worker.wait_ready(WAIT_S)
             assert kept.worker.wait_ready(WAIT_S)
+            daemon.await_ready()
             watch.written()
             if clearing.answered:
                 answers += 1

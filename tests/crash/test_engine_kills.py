@@ -31,8 +31,7 @@ def test_an_engine_killed_at_any_moment_leaves_nothing_but_whole_chunks(
     fresh = tuple(range(OLD_PROMPTS, OLD_PROMPTS + PROMPTS))
     life = Life(crowded.socket, work, OLD[:PROMPTS] if work == RETRIEVE else fresh, CHUNKS)
     when = moments(life, randomness)
-    watch.written()
-    before = watch.holdings()
+    before = watch.idle_holdings()
     hits = 0
     for point, moment in zip(range(POINTS), when, strict=False):
         start = 1000 + point * PROMPTS

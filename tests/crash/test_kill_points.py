@@ -80,18 +80,20 @@ def test_every_hit_after_a_kill_is_whole(start_daemon: StartDaemon) -> None:
     hits = 0
     with SmallEngine(daemon.socket, chunks=(STORES + RETRIEVES) * CHUNKS) as engine:
         whole_s = life_s(engine, watch, known)
-        before = watch.holdings()
+        before = watch.idle_holdings()
         for point in range(POINTS):
             fresh = list(range(100 + point * STORES, 100 + (point + 1) * STORES))
             delay_s = randomness.random() * whole_s
             under_way = begin(engine, fresh, randomness.sample(known, RETRIEVES))
+            once_more = engine.keys(tokens(CHUNKS, fresh[0]))
             select.select([], [], [], delay_s)
             daemon.kill()
             what = f"seed {seed} point {point} {delay_s:.6f} s"
             check_outcomes(engine, under_way, what)
-            assert not any(engine.store(engine.keys(tokens(1, fresh[0]))).done), what
-            daemon.start()
+            assert engine.store(once_more).done == (False,) * CHUNKS, what
+            daemon.launch()
             assert engine.worker.wait_ready(WAIT_S)
+            daemon.await_ready()
             watch.written()
             hits += check_hits(engine, [*fresh, *randomness.sample(known, 4)], what, CHUNKS)
             known += fresh

@@ -60,8 +60,7 @@ def test_an_engine_stopped_at_any_moment_keeps_nobody_waiting(
     watch = Watch(crowded)
     life = life_of(crowded, work)
     when = moments(life, randomness)
-    watch.written()
-    before = watch.holdings()
+    before = watch.idle_holdings()
     for point, moment in zip(range(POINTS), when, strict=False):
         what = f"seed {seed} point {point} {moment}"
         seeds = seeds_of(point, work)
@@ -98,8 +97,7 @@ def test_a_daemon_stopped_at_any_moment_is_missed_and_goes_on(
         hasty = client.attach("observer")
         assert hasty.wait_ready(WAIT_S)
         old = hasty.keys(tokens(CHUNKS, 0))
-        watch.written()
-        before = watch.holdings()
+        before = watch.idle_holdings()
         for point, moment in zip(range(POINTS), when, strict=False):
             what = f"seed {seed} point {point} {moment}"
             seeds = seeds_of(point, work)

@@ -86,6 +86,16 @@ class Watch:
             traffic["moves_in_flight"] + traffic["moves_queued"],
         )
 
+    def idle_holdings(self) -> Holdings:
+        """What it holds once nothing is under way: no lease, no pin, and no engine's memory but
+        those of the sessions that are open."""
+        self.written()
+        self.wait_for(lambda s: not s["traffic"]["leases"])
+        found = self.holdings()
+        assert (found.leases, found.pinned, found.moves) == (0, 0, 0), found
+        assert len(found.memories) <= found.sessions, found
+        return found
+
     def wait_until_holds(self, before: Holdings, what: str) -> None:
         """Wait until it holds what it held before, and nothing else."""
         until_s = time.monotonic() + WAIT_S

@@ -1,0 +1,1 @@
+"""Everything for long: ``make soak``."""
