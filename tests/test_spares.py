@@ -90,6 +90,17 @@ def test_a_slab_that_is_cut_takes_a_spare(tier: NvmeTier, io: FaultyIO) -> None:
     assert slab_files(tier.folder, SLAB_BYTES).strange == []
 
 
+def test_a_spare_that_somebody_removed_costs_no_slab(tier: NvmeTier) -> None:
+    """An administrator tidies up under a running daemon. A new slab takes the next spare or makes
+    its file anew, and spares are written again."""
+    settle(tier)
+    for path in tier.folder.glob("spare_*.kv"):
+        path.unlink()
+    put(tier, 3, 7)
+    assert holds(tier, 3, 7)
+    settle(tier)
+
+
 def test_a_spare_is_cut_to_whole_slots(tier: NvmeTier) -> None:
     """Slots of a size that doesn't divide the slab: the file ends with the last of them."""
     settle(tier)

@@ -94,11 +94,14 @@ class Spares:
         """Make a spare the file at ``path``, of ``nbytes``; False where none is ready. Then the
         caller makes a file, for which one that isn't finished gives way. Raises OSError."""
         with self._lock:
-            if self._ready:
-                spare = self._ready[-1]
-                os.truncate(spare, nbytes)
-                spare.rename(path)
-                self._ready.pop()
+            while self._ready:
+                spare = self._ready.pop()
+                try:
+                    os.truncate(spare, nbytes)
+                    spare.rename(path)
+                except FileNotFoundError:
+                    _log.warning("nvme: %s is gone; others may use its folder", spare)
+                    continue
                 return True
             if self._room() < 2:
                 self._drop()
