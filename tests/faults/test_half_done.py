@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -52,26 +51,26 @@ class HalfwayPages(MappedPages):
 def test_nobody_gets_a_hit_on_what_an_engine_half_stored_and_died(
     start_node: StartNode, start_engine: StartEngine, hold: Callable[[], Gate]
 ) -> None:
-    """An engine reserves eight chunks; three are whole, the next is half written and those behind
-    it are wholly when it is killed. Another engine hits the three, before the copy has ended,
-    after it, and at any later time; what it stores itself under the same keys is hit and
-    right."""
+    """Three chunks of a prompt are there; an engine reserves the other five, has half of the next
+    one written when it is killed. Another engine hits the three, before the copy has ended, after
+    it, and at any later time; what it stores itself under the same keys is hit and right."""
     node = start_node(2 * CHUNKS)
+    observer = start_engine(node, CHUNKS, "observer")
+    keys = observer.keys(tokens(CHUNKS))
+    observer.fill(keys)
+    assert observer.store(keys[:WHOLE]).leading_chunks == WHOLE
     gate = hold()
-    opened = threading.Lock()
 
     def halfway_pages(limits: Limits, fd: int, nbytes: int, layout: Layout) -> MappedPages:
-        pages = open_pages(limits, fd, nbytes, layout)
-        return HalfwayPages(pages, gate) if opened.acquire(blocking=False) else pages
+        return HalfwayPages(open_pages(limits, fd, nbytes, layout), gate)
 
     node.hooks.pages = lambda limits: partial(halfway_pages, limits)
     with EngineProcess(Life(node.path, STORE, (0,), CHUNKS)) as doomed:
         assert gate.reached.wait(WAIT_S)
-        observer = start_engine(node, CHUNKS, "observer")
-        keys = observer.keys(tokens(CHUNKS))
-        eventually(lambda: observer.hits(keys) == WHOLE)
+        assert observer.hits(keys) == WHOLE
         doomed.end()
     eventually(lambda: node.stats().drops.get("session_lost", 0) == CHUNKS - WHOLE)
+    observer.wipe()
     assert observer.hits(keys) == WHOLE
     assert observer.retrieve(keys).leading_chunks == WHOLE
     assert observer.right_chunks(keys) == WHOLE
