@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -83,6 +84,17 @@ class SmallEngine:
     ) -> None:
         self.client.close()
         self._memory.close()
+
+    def rejoin(self, process: int) -> None:
+        """Wait until the daemon with this process ID serves it, where another one did before: a
+        session may take a moment to notice that a daemon is gone."""
+        until_s = time.monotonic() + WAIT_S
+        while not (self.worker.wait_ready(WAIT_S) and self._daemon_process() == process):
+            assert time.monotonic() < until_s, self.worker.state()
+
+    def _daemon_process(self) -> int:
+        state = self.worker.state()
+        return state.daemon_process if state.ready else 0
 
     def keys(self, token_ids: Sequence[int]) -> ChunkKeys:
         """Chunk keys of a prompt."""

@@ -99,7 +99,7 @@ def test_disk_that_fills_up_under_a_daemon_costs_writes_only(
         assert daemon.stop() == 0
         daemon.start()
         daemon.wait_for_stats(lambda s: not s["tiers"][1]["scanning"])
-        assert engine.worker.wait_ready(60)
+        engine.rejoin(daemon.pid)
         engine.wipe()
         found = engine.hits(early)
         assert engine.retrieve(early[:found]).leading_chunks == found

@@ -98,8 +98,8 @@ def test_what_was_cleared_stays_cleared_over_a_kill_at_any_moment(
             what = f"seed {seed} point {point} {delay_s:.6f} s answered {clearing.answered}"
             assert ticket.wait(WAIT_S) is not None, what
             daemon.launch()
-            assert cleared.worker.wait_ready(WAIT_S)
-            assert kept.worker.wait_ready(WAIT_S)
+            cleared.rejoin(daemon.pid)
+            kept.rejoin(daemon.pid)
             daemon.await_ready()
             watch.written()
             if clearing.answered:

@@ -92,7 +92,7 @@ def test_every_hit_after_a_kill_is_whole(start_daemon: StartDaemon) -> None:
             check_outcomes(engine, under_way, what)
             assert engine.store(once_more).done == (False,) * CHUNKS, what
             daemon.launch()
-            assert engine.worker.wait_ready(WAIT_S)
+            engine.rejoin(daemon.pid)
             daemon.await_ready()
             watch.written()
             hits += check_hits(engine, [*fresh, *randomness.sample(known, 4)], what, CHUNKS)
@@ -146,8 +146,8 @@ def test_verify_tells_what_a_killed_daemon_left_and_repairs_it(start_daemon: Sta
         assert clean["valid"] == CHUNKS - 3
         assert clean["valid"] + clean["empty"] == clean["slots"]
         daemon.start()
-        assert kept.worker.wait_ready(WAIT_S)
+        kept.rejoin(daemon.pid)
         watch.written()
         assert check_hits(kept, [0], "repaired", CHUNKS) == CHUNKS - 3
-        assert gone.worker.wait_ready(WAIT_S)
+        gone.rejoin(daemon.pid)
         assert gone.hits(gone.keys(tokens(CHUNKS))) == 0

@@ -11,7 +11,7 @@ from kvstore.codecs.base import HEADER_BYTES
 from tests.conftest import RunningDaemon, StartDaemon
 from tests.crash.at_rest import ChunkAtRest, chunks_at_rest
 from tests.crash.watch import Watch
-from tests.small_engine import CHUNK_BYTES, WAIT_S, SmallEngine, tokens
+from tests.small_engine import CHUNK_BYTES, SmallEngine, tokens
 
 CHUNKS = 12
 BAD = 5
@@ -39,7 +39,7 @@ def heal(daemon: RunningDaemon, engine: SmallEngine) -> None:
         if restart:
             assert daemon.stop() == 0
             daemon.start()
-            assert engine.worker.wait_ready(WAIT_S)
+            engine.rejoin(daemon.pid)
             Watch(daemon).written()
         engine.wipe()
         assert engine.hits(keys) == CHUNKS
