@@ -37,6 +37,7 @@ from kvstore.core.messages import (
     MoveStatus,
     Release,
     Retrieve,
+    ScannedSlot,
     SessionClosed,
     SpaceRecord,
     Store,
@@ -81,7 +82,7 @@ def many_leaves(chunks: int) -> Load:
         load.lookup("leaf: lookup", session, root + leaf, "same")
     for turn, leaf in enumerate(leaves[:60000]):
         load.lookup("leaf: lease", session, root + leaf, f"r{turn}")
-    for turn in range(200):
+    for turn in range(SLAB_SLOTS + 2000):
         load.store("leaf: evict", session, chain(1, 1 << 60 | turn), 1, root)
     load.stats("stats")
     load.now += 100
@@ -112,15 +113,21 @@ def doomed_head(chunks: int) -> Load:
 def scans(chunks: int) -> Load:
     """Restarts whose slots come in bad orders."""
     space = record()
+    load = Load(limits(SLAB_SLOTS))
+
+    def scan(label: str, found: list[ScannedSlot]) -> None:
+        load.took |= restored(label, found, chunks, SLAB_SLOTS).took
+        gc.collect()
+
     found = list(records(chunks, PROMPT, space))
-    load = restored("head first", found, chunks, SLAB_SLOTS)
-    took = load.took
-    took |= restored("tail first", reversed(found), chunks, SLAB_SLOTS).took
+    scan("head first", found)
+    found.reverse()
+    scan("tail first", found)
     random.Random(1).shuffle(found)
-    took |= restored("shuffled", found, chunks, SLAB_SLOTS).took
+    scan("shuffled", found)
     found = list(records(chunks, chunks, space))
-    took |= restored("one chain, root last", found[1:] + found[:1], chunks, SLAB_SLOTS).took
-    took |= restored("one chain, tail half", found[chunks // 2 :], chunks, SLAB_SLOTS).took
+    scan("one chain, root last", found[1:] + found[:1])
+    scan("one chain, tail half", found[chunks // 2 :])
     return load
 
 

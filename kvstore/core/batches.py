@@ -10,25 +10,34 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 from kvstore.core.messages import SessionID
 from kvstore.core.tickets import Ticket
 
-STEP_CHUNKS = 128
+STEP_CHUNKS = 64
+
+
+class Step(Enum):
+    """How a batch goes on behind a chunk. NEXT: with the next one. LATER: with the same one, at the
+    next Tick, as room is still being made. END: not at all."""
+
+    NEXT = "next"
+    LATER = "later"
+    END = "end"
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
     """A request's chunks that aren't begun yet: [``next``, ``chunks``).
 
-    ``begin`` starts one chunk and tells whether the batch goes on; when it doesn't, ``fail`` is
-    called with the first chunk that isn't begun. ``end`` is called once, when nothing is left to
-    begin.
+    ``begin`` starts one chunk and tells how the batch goes on; where it doesn't, ``fail`` is called
+    with the first chunk that isn't begun. ``end`` is called once, when nothing is left to begin.
     """
 
     ticket: Ticket
     chunks: int
-    begin: Callable[[int], bool]
+    begin: Callable[[int], Step]
     fail: Callable[[int], None]
     end: Callable[[], None]
     next: int = 0
@@ -37,7 +46,10 @@ class Batch:
         """Begin some chunks; tells whether all are begun."""
         stop = min(self.next + STEP_CHUNKS, self.chunks)
         while self.next < stop:
-            if not self.begin(self.next):
+            step = self.begin(self.next)
+            if step is Step.LATER:
+                break
+            if step is Step.END:
                 self.give_up()
             else:
                 self.next += 1

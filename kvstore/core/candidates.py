@@ -22,6 +22,7 @@ class Candidates:
 
     def __init__(self, policy: Callable[[], Policy]) -> None:
         self.guard: Copy | None = None
+        self.looks_left = 0
         self._policy = policy
         self._copies: dict[Sizes, Policy] = {}
         self._windows: dict[Sizes, Policy] = {}
@@ -34,11 +35,12 @@ class Candidates:
             self._queue(self._windows, copy, Part.WINDOW).offer(copy)
 
     def take(self, slot_bytes: int) -> tuple[Copy, list[Part]] | None:
-        """The copy, and its parts, to evict for a slot of this size."""
-        copy = _coldest(self._windows, slot_bytes, self.window_evictable)
+        """The copy, and its parts, to evict for a slot of this size; None where there is none, or
+        with ``looks_left`` below 0, where it wasn't found within the looks that there were."""
+        copy = self._coldest(self._windows, slot_bytes, self.window_evictable)
         if copy is not None:
             return copy, [Part.WINDOW]
-        copy = _coldest(self._copies, slot_bytes, self.evictable)
+        copy = self._coldest(self._copies, slot_bytes, self.evictable)
         return None if copy is None else (copy, list(Part))
 
     def evictable(self, copy: Copy) -> bool:
@@ -55,6 +57,25 @@ class Candidates:
             and _all_idle(slot for slot in copy.part(Part.WINDOW) if slot is not None)
         )
 
+    def _coldest(
+        self, queues: dict[Sizes, Policy], slot_bytes: int, test: Callable[[Copy], bool]
+    ) -> Copy | None:
+        """Take the copy used longest ago from all queues that free a slot of this size. Policies
+        pass over copies that may not leave; when no look is left, the next is taken for granted and
+        looked at here: it is offered again when it may leave."""
+
+        def look(copy: Copy) -> bool:
+            self.looks_left -= 1
+            return self.looks_left < 0 or test(copy)
+
+        best: tuple[int, Policy] | None = None
+        for sizes, policy in queues.items():
+            use = policy.coldest_use(look) if slot_bytes in sizes else None
+            if use is not None and (best is None or use < best[0]):
+                best = (use, policy)
+        copy = None if best is None else best[1].take(look)
+        return copy if copy is not None and test(copy) else None
+
     def _loose(self, copy: Copy) -> bool:
         return copy.live and copy.space.alive and not copy.leases and copy is not self.guard
 
@@ -64,18 +85,6 @@ class Candidates:
         if policy is None:
             policy = queues[sizes] = self._policy()
         return policy
-
-
-def _coldest(
-    queues: dict[Sizes, Policy], slot_bytes: int, test: Callable[[Copy], bool]
-) -> Copy | None:
-    """Take the copy used longest ago from all queues that free a slot of this size."""
-    best: tuple[int, Policy] | None = None
-    for sizes, policy in queues.items():
-        use = policy.coldest_use(test) if slot_bytes in sizes else None
-        if use is not None and (best is None or use < best[0]):
-            best = (use, policy)
-    return None if best is None else best[1].take(test)
 
 
 def _all_idle(slots: Iterable[Slot]) -> bool:

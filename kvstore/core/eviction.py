@@ -41,6 +41,7 @@ class Policy(Protocol):
 
 _Entry = tuple[int, int, Copy]
 _TRIM_ENTRIES = 2
+RENEW_ENTRIES = 5
 
 
 class LeastRecentlyUsed:
@@ -49,11 +50,12 @@ class LeastRecentlyUsed:
     def __init__(self) -> None:
         self._old: list[_Entry] = []
         self._new: list[_Entry] = []
+        self._chosen: _Entry | None = None
         self._held: set[int] = set()
         self._ties = 0
 
     def __len__(self) -> int:
-        return len(self._old) + len(self._new)
+        return len(self._old) + len(self._new) + (self._chosen is not None)
 
     def offer(self, copy: Copy) -> None:
         """Note a candidate."""
@@ -64,25 +66,39 @@ class LeastRecentlyUsed:
 
     def take(self, evictable: Callable[[Copy], bool]) -> Copy | None:
         """The candidate used longest ago."""
-        if self.coldest_use(evictable) is None:
+        if self.coldest_use(evictable) is None or self._chosen is None:
             return None
-        copy = heapq.heappop(self._top())[2]
+        copy = self._chosen[2]
+        self._chosen = None
         self._held.discard(id(copy))
         return copy
 
     def coldest_use(self, evictable: Callable[[Copy], bool]) -> int | None:
         """When the candidate used longest ago was used."""
-        while heap := self._top():
-            rank, _, copy = heap[0]
+        if self._chosen is not None:
+            heapq.heappush(self._new, self._chosen)
+            self._chosen = None
+        renewed: list[_Entry] = []
+        while (heap := self._top()) and len(renewed) < RENEW_ENTRIES:
+            entry = heapq.heappop(heap)
+            copy = entry[2]
             if not evictable(copy):
-                heapq.heappop(heap)
                 self._held.discard(id(copy))
-            elif self._rank(copy) > rank:
-                heapq.heappop(heap)
-                self._push(copy)
+            elif self._rank(copy) > entry[0]:
+                self._ties += 1
+                renewed.append((self._rank(copy), self._ties, copy))
+            elif not renewed or entry < min(renewed):
+                self._chosen = entry
+                break
             else:
-                return rank
-        return None
+                heapq.heappush(self._new, entry)
+                break
+        if self._chosen is None and renewed:
+            self._chosen = min(renewed)
+            renewed.remove(self._chosen)
+        for entry in renewed:
+            heapq.heappush(self._new, entry)
+        return None if self._chosen is None else self._chosen[0]
 
     def _rank(self, copy: Copy) -> int:
         return copy.use()

@@ -69,7 +69,7 @@ def _check_below(tree: Tree, copy: Copy, parent: Copy) -> None:
         if slot is None:
             continue
         above = parent.slot(Part.FULL, shard)
-        _must(above is not None, "without its parent's", slot, copy)
+        _must(above is not None or tree.stepping(), "without its parent's", slot, copy)
         if slot.state is SlotState.READY and above is not None:
             _must(above.state is SlotState.READY, "READY before its parent's", slot, copy)
     if copy.visible():

@@ -10,8 +10,7 @@ for one part the one written later is kept.
 
 from __future__ import annotations
 
-from collections import deque
-
+from kvstore.core.cascades import Spread
 from kvstore.core.keys import ChunkKey
 from kvstore.core.messages import ChunkHeader, ScannedSlot
 from kvstore.core.slots import Slot, SlotState
@@ -32,8 +31,7 @@ class Restoring:
         self._state = state
         self._loose: dict[Space, Index] = {}
         self._stand_ins = 0
-        self._entered: deque[Copy] = deque()
-        self._child: Copy | None = None
+        self._entered = Spread()
         self._ended = False
 
     def scanned(self, slots: tuple[ScannedSlot, ...]) -> None:
@@ -71,9 +69,11 @@ class Restoring:
             self._ended = False
             return
         for _ in range(STEP_COPIES):
-            if not self._entered:
+            found = self._entered.next()
+            if found is None:
                 break
-            self._follow(nvme, self._entered[0])
+            if not self._is_in(nvme, found[0]):
+                self._hang_up(nvme, found[0])
         if self._ended and not self._entered:
             self._end(nvme)
 
@@ -177,23 +177,7 @@ class Restoring:
         copy.find_anchor()
         nvme.enter(copy)
         nvme.offer(copy)
-        if copy.first_child is not None:
-            self._entered.append(copy)
-
-    def _follow(self, nvme: Tree, parent: Copy) -> None:
-        """Let the next child follow a copy into the index; forget the copy behind its last."""
-        child = self._child
-        if child is None or child.parent is not parent:
-            child = parent.first_child
-        if child is None or not parent.live or not parent.space.alive:
-            self._entered.popleft()
-            self._child = None
-            return
-        self._child = child.next_sibling
-        if not self._is_in(nvme, child):
-            self._hang_up(nvme, child)
-        if self._child is None:
-            self._entered.popleft()
+        self._entered.add(copy)
 
     def _is_in(self, nvme: Tree, copy: Copy) -> bool:
         return nvme.find(copy.space, copy.key) is copy

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.core.batches import Batch
+from kvstore.core.batches import Batch, Step
 from kvstore.core.blocks import ChunkBlocks, check_blocks
 from kvstore.core.chunk import slot_header
 from kvstore.core.engines import Session
@@ -153,18 +153,18 @@ class Retrieving:
             Batch(ticket, chunks, lambda n: self._retrieve_chunk(batch, n), ticket.fail_all, end)
         )
 
-    def _retrieve_chunk(self, batch: _Batch, chunk: int) -> bool:
+    def _retrieve_chunk(self, batch: _Batch, chunk: int) -> Step:
         """Queue what one chunk needs; tells whether it is there. Nothing is queued where it
         isn't."""
         if not batch.space.alive:
-            return False
+            return Step.END
         found: list[tuple[Slot, Blocks]] = []
         for part in Part:
             if batch.blocks.all_null(part, chunk):
                 continue
             slot = self._find(batch, chunk, part)
             if slot is None:
-                return False
+                return Step.END
             found.append((slot, batch.blocks.of(part, chunk)))
         self._state.directory.tell(batch.space, self._key(batch, chunk))
         for slot, blocks in found:
@@ -174,7 +174,7 @@ class Retrieving:
                 self._load(slot, slot_header(slot, 0), Wait(batch.ticket, chunk), blocks)
             else:
                 self._read(slot, batch.ticket.wait(chunk), blocks)
-        return True
+        return Step.NEXT
 
     def _find(self, batch: _Batch, chunk: int, part: Part) -> Slot | None:
         key = self._key(batch, chunk)

@@ -98,6 +98,8 @@ class Service:
                 (self._state.leases.running, self._state.leases.step),
                 (self._clearing.running, self._clearing.step),
                 (self._restoring.running, self._restoring.step),
+                (self._writing.running, self._writing.step),
+                *((tree.stepping, tree.step) for tree in self._state.directory.trees()),
             )
         )
         self._endings: dict[MoveKind, Callable[[Job, MoveStatus], None]] = {
@@ -125,6 +127,9 @@ class Service:
         """Carry out one event; the effects are to be done in order."""
         state = self._state
         state.now = now
+        for tree in state.directory.trees():
+            tree.begin()
+        self._writing.begin()
         if isinstance(event, Request):
             self._request(event)
         elif isinstance(event, Moved):

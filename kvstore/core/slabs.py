@@ -19,9 +19,10 @@ from kvstore.core.slots import Slot, SlotState
 class Slab:
     """One slab of a tier: ``capacity`` slots of ``slot_bytes``, of which ``made`` exist as objects.
 
-    ``free`` are those that are FREE, ``held`` counts those that a Move holds, ``filled`` those that
-    are READY or DOOMED; ``last_use`` is the latest use of any. While ``adopting``, a scan tells
-    which slots there are, and only those that it named are given out.
+    ``free`` are those that are FREE, ``held`` counts those that a Move holds, ``leased`` those that
+    a lease protects, ``filled`` those that are READY or DOOMED; ``last_use`` is the latest use of
+    any. While ``adopting``, a scan tells which slots there are, and only those that it named are
+    given out.
     """
 
     __slots__ = (
@@ -31,6 +32,7 @@ class Slab:
         "free",
         "held",
         "last_use",
+        "leased",
         "made",
         "number",
         "refused",
@@ -51,6 +53,7 @@ class Slab:
         self.unmade_from = 0
         self.free: list[Slot] = []
         self.held = 0
+        self.leased = 0
         self.filled = 0
         self.last_use = 0
         self.adopting = False
@@ -65,6 +68,10 @@ class Slab:
         """Whether a slot can be taken."""
         fresh = self.made < self.capacity and not self.adopting
         return not self.retired and (fresh or bool(self.free))
+
+    def kept(self) -> bool:
+        """Whether a Move holds a slot of it, or a lease protects one."""
+        return self.held > 0 or self.leased > 0
 
     def used(self) -> int:
         """Slots that aren't FREE."""
@@ -111,6 +118,7 @@ class SlabSpace:
         self._open: dict[int, dict[int, Slab]] = {}
         self._empty: dict[int, Slab] = {}
         self._dead: list[Slab] = []
+        self._donors: dict[int, list[Slab]] = {}
 
     def take(self, slot_bytes: int) -> Slot | None:
         """A FREE slot of this size: of a slab cut for it, or of one cut now, which may have been
@@ -202,15 +210,30 @@ class SlabSpace:
         share = max(1, total // (len(+sizes) + (mine == 0)))
         if mine >= share:
             return None
-        donors = (
-            slab
-            for slab in self._slabs.values()
-            if slab.slot_bytes != slot_bytes
-            and not slab.retired
-            and sizes[slab.slot_bytes] > share - (mine == 0)
-            and not _is_kept(slab)
-        )
-        return min(donors, key=lambda slab: (slab.last_use, slab.number), default=None)
+        donors = self._donors.get(slot_bytes)
+        if donors is None:
+            donors = self._donors[slot_bytes] = [
+                s for s in self.cuts() if s.slot_bytes != slot_bytes
+            ]
+            donors.sort(key=lambda slab: (slab.last_use, slab.number), reverse=True)
+        while donors:
+            slab = donors[-1]
+            cut = self._slabs.get(slab.number) is slab and not slab.retired
+            if cut and sizes[slab.slot_bytes] > share - (mine == 0) and not slab.kept():
+                return slab
+            donors.pop()
+        return None
+
+    def begin(self) -> None:
+        """A new event begins: who can give slabs to another size is to be found out anew."""
+        if self._donors:
+            self._donors = {}
+
+    def take_back(self, slab: Slab) -> None:
+        """A retired slab goes on as it was."""
+        slab.retired = False
+        if slab.has_room():
+            self._open[slab.slot_bytes][slab.number] = slab
 
     def bury(self, entries: int) -> int:
         """Take apart up to ``entries`` slots of slabs that are no more, whose references to one
@@ -298,16 +321,14 @@ class SlabSpace:
     def _check_counts(self, slab: Slab) -> None:
         filled = sum(slot.state in (SlotState.READY, SlotState.DOOMED) for slot in slab)
         held = sum(bool(slot.holders) for slot in slab)
-        counts = (sum(1 for _ in slab), filled, held)
-        if counts != (slab.made, slab.filled, slab.held):
+        live = (SlotState.RESERVED, SlotState.READY)
+        owners = [slot.owner for slot in slab if slot.state in live]
+        leased = sum(owner is not None and owner.leases > 0 for owner in owners)
+        counts = (sum(1 for _ in slab), filled, held, leased)
+        if counts != (slab.made, slab.filled, slab.held, slab.leased):
             raise InvariantError(f"{self.tier.value}: slab {slab.number} counts wrong")
         if slab.number in self._empty and slab.used():
             raise InvariantError(f"{self.tier.value}: slab {slab.number} isn't empty")
         known = slab.number in self._open[slab.slot_bytes]
         if slab.has_room() and not known:
             raise InvariantError(f"{self.tier.value}: slab {slab.number} has room that is lost")
-
-
-def _is_kept(slab: Slab) -> bool:
-    """Whether a Move holds a slot of the slab, or a lease protects one."""
-    return slab.held > 0 or any(slot.owner is not None and slot.owner.leases > 0 for slot in slab)

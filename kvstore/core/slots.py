@@ -64,10 +64,11 @@ class Slot:
     in staging.
 
     There are millions, so sets and lists exist only while something is in them. ``landed``: a
-    RESERVED slot's bytes are whole, and it waits for its parent to commit. ``waits`` are the
-    tickets to tell when it commits or is cancelled. ``write_queued``: it waits for its write to
-    NVMe, which isn't tried before ``write_again_s`` where it was refused. ``sequence``: when a scan
-    found it written, of two slots of one part the newer one counts.
+    RESERVED slot's bytes are whole, and it waits for its parent to commit. ``leased``: a lease
+    protects its owner. ``waits`` are the tickets to tell when it commits or is cancelled.
+    ``write_queued``: it waits for its write to NVMe, which isn't tried before ``write_again_s``
+    where it was refused. ``sequence``: when a scan found it written; of two slots of one part the
+    newer one counts.
     """
 
     __slots__ = (
@@ -75,6 +76,7 @@ class Slot:
         "holders",
         "index",
         "landed",
+        "leased",
         "owner",
         "part",
         "payload_bytes",
@@ -99,6 +101,7 @@ class Slot:
         self.payload_bytes = 0
         self.sequence = 0
         self.landed = False
+        self.leased = False
         self.write_queued = False
         self.write_again_s = 0.0
         self.waits: Collection[Wait] = ()
@@ -142,6 +145,13 @@ class Slot:
         self._go("reserve")
         self.owner, self.shard, self.part = owner, shard, part
         self.payload_bytes = payload_bytes
+        if owner is not None and owner.leases:
+            self.mark_leased(True)
+
+    def mark_leased(self, leased: bool) -> None:
+        """Whether a lease protects its owner, which its slab counts."""
+        self.slab.leased += leased - self.leased
+        self.leased = leased
 
     def commit(self) -> None:
         """RESERVED -> READY; the bytes must have landed."""
@@ -153,6 +163,7 @@ class Slot:
     def cancel(self) -> None:
         """RESERVED -> CANCELLED."""
         self._go("cancel")
+        self.mark_leased(False)
 
     def evict(self) -> None:
         """READY -> FREE; no Move may hold it."""
@@ -165,6 +176,7 @@ class Slot:
     def doom(self) -> None:
         """READY -> DOOMED."""
         self._go("doom")
+        self.mark_leased(False)
 
     def hold(self, move: MoveID) -> None:
         """A Move names the slot: it stays until ``let_go``."""
@@ -202,6 +214,7 @@ class Slot:
 
     def _clean(self) -> None:
         self.generation += 1
+        self.mark_leased(False)
         self.owner = None
         self.sequence = 0
         self.landed = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.core.batches import Batch
+from kvstore.core.batches import Batch, Step
 from kvstore.core.blocks import ChunkBlocks, check_blocks
 from kvstore.core.chunk import Chain
 from kvstore.core.engines import Session
@@ -117,12 +117,15 @@ class Storing:
         chunks = len(batch.chain)
         refused = self._misplaced(batch.chain)
 
-        def begin(chunk: int) -> bool:
+        def begin(chunk: int) -> Step:
             nonlocal refused
             if not batch.chain.space.alive:
                 refused = Drop.CLEARED
-            refused = refused or self._store_chunk(batch, chunk)
-            return refused is None
+            outcome = refused or self._store_chunk(batch, chunk)
+            if isinstance(outcome, Drop):
+                refused = outcome
+                return Step.END
+            return outcome
 
         def fail(first: int) -> None:
             reason = refused or Drop.CANCELLED
@@ -140,17 +143,19 @@ class Storing:
         wrong = wrong or (above is not None and above.depth + 1 != chain.first)
         return Drop.PARENT_MISSING if wrong else None
 
-    def _store_chunk(self, batch: _Batch, chunk: int) -> Drop | None:
+    def _store_chunk(self, batch: _Batch, chunk: int) -> Drop | Step:
         """Keep one chunk; tells why it can't be, if so."""
         if batch.blocks.any_null(Part.FULL, chunk):
             return Drop.NULL_BLOCK
         outcome = self._store_part(batch, chunk, Part.FULL)
         windows = batch.layout.part_groups(Part.WINDOW)
-        if outcome is None and windows and not batch.blocks.any_null(Part.WINDOW, chunk):
+        if outcome is Step.NEXT and windows and not batch.blocks.any_null(Part.WINDOW, chunk):
             outcome = self._store_part(batch, chunk, Part.WINDOW)
+            if outcome is Step.LATER:
+                return Drop.HOST_FULL  # the other part is on its way already
         return outcome
 
-    def _store_part(self, batch: _Batch, chunk: int, part: Part) -> Drop | None:
+    def _store_part(self, batch: _Batch, chunk: int, part: Part) -> Drop | Step:
         host, ticket = self._state.directory.host, batch.ticket
         header = batch.chain.header(chunk, part, batch.layout, batch.shard)
         slot = host.current(batch.chain.space, header)
@@ -162,12 +167,14 @@ class Storing:
             ticket.joined.append((Handle.of(slot), wait))
         else:
             self._again(batch, slot)
-        return None
+        return Step.NEXT
 
-    def _reserve(self, batch: _Batch, chunk: int, header: ChunkHeader) -> Drop | None:
+    def _reserve(self, batch: _Batch, chunk: int, header: ChunkHeader) -> Drop | Step:
         """Take a slot and queue the Move that fills it."""
         state, ticket = self._state, batch.ticket
         slot = state.directory.host.reserve(batch.chain.space, header)
+        if slot is None:
+            return Step.LATER
         if isinstance(slot, Drop):
             return slot
         if slot.owner is not None and header.part is Part.FULL:
@@ -185,7 +192,7 @@ class Storing:
         )
         ticket.moves.add(job.id)
         state.transfers.push(job)
-        return None
+        return Step.NEXT
 
     def _again(self, batch: _Batch, slot: Slot) -> None:
         """A chunk that is there is stored again: a use, and a reason to write it to NVMe."""

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvstore.core.candidates import Candidates
+from kvstore.core.cascades import Spread
 from kvstore.core.errors import InvariantError
 from kvstore.core.eviction import Policy
 from kvstore.core.hidden import Hidden
@@ -26,15 +27,16 @@ from kvstore.core.keys import KEY_BYTES
 from kvstore.core.layout import Part
 from kvstore.core.limits import TierLimits, slot_bytes
 from kvstore.core.messages import ChunkHeader, MoveID, TierName
-from kvstore.core.slabs import Slab, SlabSpace
+from kvstore.core.room import Room
+from kvstore.core.slabs import SlabSpace
 from kvstore.core.slots import Slot, SlotState
 from kvstore.core.spaces import Space
 from kvstore.core.stats import Drop
 from kvstore.core.tickets import Wait
 from kvstore.core.tree_nodes import Copy, Index, gap_above, lands, may_commit
 
-_SWEEP_ENTRIES = 64
-"""Hidden copies freed at most to make room for one slot."""
+STEP_COPIES = 256
+"""Copies that one event looks at because another one was committed, or failed."""
 
 
 class Tree:
@@ -51,8 +53,12 @@ class Tree:
         self.changed: list[tuple[Copy, bool]] = []  # who came or left, while it is watched
         self.chunks = 0  # in the indices of spaces that are alive
         self.scanning = False  # a scan restores the tree: more may be found
-        self._candidates = Candidates(policy)
+        self.candidates = Candidates(policy)
+        self.room = Room(self)
         self._hidden = Hidden()
+        self._failed = Spread()
+        self._committed = Spread()
+        self._steps_left = STEP_COPIES
         self._last_rooted: Copy | None = None
         self._uses = 0
 
@@ -106,12 +112,13 @@ class Tree:
 
     # ------------------------------------------------------------ filling
 
-    def reserve(self, space: Space, header: ChunkHeader) -> Slot | Drop:
+    def reserve(self, space: Space, header: ChunkHeader) -> Slot | Drop | None:
         """A RESERVED slot for one part of one chunk shard, which must have none yet.
 
         The FULL part needs the parent's slot of that shard (RESERVED or READY); the WINDOW part
         needs the chunk's own FULL slot. May evict. A refusal leaves everything as it was, apart
-        from what eviction or reclaiming freed on the way.
+        from what eviction or reclaiming freed on the way. None: room is still being made, which
+        goes on in the next event.
         """
         copy = self._attached(space, header)
         fresh = copy is None
@@ -123,19 +130,16 @@ class Tree:
                 return Drop.PARENT_MISSING
             copy = Copy(space, header.key, header.depth, parent)
             copy.link()
-        if not self._may_hold(copy, header):
-            slot = None
-            reason = Drop.PARENT_MISSING
-        else:
-            slot = self._allocate(slot_bytes(self.tier, header.payload_bytes), copy)
-            reason = Drop.HOST_FULL if self.tier is TierName.HOST else Drop.NVME_FULL
-            if slot is not None and not self._may_hold(copy, header):
+        slot: Slot | Drop | None = Drop.PARENT_MISSING
+        if self._may_hold(copy, header):
+            slot = self.room.take(slot_bytes(self.tier, header.payload_bytes), copy)
+            if isinstance(slot, Slot) and not self._may_hold(copy, header):
                 self.slabs.give_back(slot)
-                slot, reason = None, Drop.PARENT_MISSING
-        if slot is None:
+                slot = Drop.PARENT_MISSING
+        if not isinstance(slot, Slot):
             if fresh:
                 self._orphan(copy)
-            return reason
+            return slot
         slot.reserve(copy, header.shard, header.part, header.payload_bytes)
         copy.put(header.part, header.shard, slot)
         if fresh:
@@ -153,27 +157,37 @@ class Tree:
             self.fail(slot, Drop.CLEARED)
             return
         slot.landed = True
-        self._advance(copy, slot.shard)
+        self._commit_what_may(copy, slot.shard)
+        self.step()
 
     def fail(self, slot: Slot, reason: Drop | None = None) -> None:
         """A RESERVED slot will not be filled: cancel it, counted under ``reason``, and what of the
         same shard hangs below it, counted as PARENT_LOST."""
-        stack = [slot]
-        while stack:
-            top = stack.pop()
-            copy = top.owner
-            if top.state is not SlotState.RESERVED or copy is None:
+        self._fail_one(slot, reason)
+        self.step()
+
+    def begin(self) -> None:
+        """A new event begins, with its own share of work that may be left to later ones."""
+        self._steps_left = STEP_COPIES
+        self.room.begin()
+
+    def stepping(self) -> bool:
+        """Whether commits or failures are left to go on, at the next Tick."""
+        return bool(self._committed or self._failed)
+
+    def step(self) -> None:
+        """Go on with what follows from commits and failures, as far as this event may."""
+        while self._steps_left > 0 and self.stepping():
+            self._steps_left -= 1
+            failed = self._failed.next()
+            if failed is not None:
+                slot = failed[0].slot(Part.FULL, failed[1])
+                if slot is not None:
+                    self._fail_one(slot, Drop.PARENT_LOST)
                 continue
-            self._cancel(top, reason)
-            reason = Drop.PARENT_LOST
-            if top.part is Part.FULL:
-                below = [copy.slot(Part.WINDOW, top.shard)]
-                below += [child.slot(Part.FULL, top.shard) for child in copy.children()]
-                stack += [s for s in below if s is not None]
-            else:
-                self._leave_if_empty(copy)
-            if top.part is Part.FULL and copy.slot(Part.WINDOW, top.shard) is None:
-                self._leave_if_empty(copy)
+            committed = self._committed.next()
+            if committed is not None:
+                self._commit_what_may(*committed)
 
     def let_go(self, slot: Slot, move: MoveID) -> None:
         """A Move that held the slot has ended."""
@@ -188,12 +202,19 @@ class Tree:
     def lease(self, copy: Copy) -> None:
         """Protect a copy's presence."""
         copy.leases += 1
+        if copy.leases == 1:
+            for slot in copy.slots():
+                slot.mark_leased(True)
 
     def unlease(self, copy: Copy) -> None:
         """End one lease's protection."""
         if copy.leases < 1:
             raise InvariantError(f"{copy!r}: a lease ended twice")
         copy.leases -= 1
+        if not copy.leases:
+            for slot in copy.slots():
+                if slot.owner is copy:
+                    slot.mark_leased(False)
         self.offer(copy)
 
     def doom(self, copy: Copy) -> None:
@@ -238,7 +259,7 @@ class Tree:
 
     def offer(self, copy: Copy) -> None:
         """Tell the policies that a copy may be evictable."""
-        self._candidates.offer(copy)
+        self.candidates.offer(copy)
 
     def _leave(self, copy: Copy) -> None:
         """Take a copy out of its space's index."""
@@ -276,18 +297,28 @@ class Tree:
             return header.depth == 0
         return parent.live and parent.slot(Part.FULL, header.shard) is not None
 
-    def _advance(self, copy: Copy, shard: int) -> None:
-        stack = [copy]
-        while stack:
-            top = stack.pop()
-            full, window = top.slot(Part.FULL, shard), top.slot(Part.WINDOW, shard)
-            if full is not None and may_commit(full, top.parent):
-                self._commit(full)
-                stack += top.children()
-            above = full is not None and full.state is SlotState.READY
-            if window is not None and above and lands(window):
-                self._commit(window)
-            self.offer(top)
+    def _fail_one(self, slot: Slot, reason: Drop | None) -> None:
+        copy = slot.owner
+        if slot.state is not SlotState.RESERVED or copy is None:
+            return
+        self._cancel(slot, reason)
+        if slot.part is Part.FULL:
+            self._failed.add(copy, slot.shard)
+            window = copy.slot(Part.WINDOW, slot.shard)
+            if window is not None:
+                self._fail_one(window, Drop.PARENT_LOST)
+        self._leave_if_empty(copy)
+
+    def _commit_what_may(self, copy: Copy, shard: int) -> None:
+        """Commit what of one shard of a copy has landed, as far as the order allows."""
+        full, window = copy.slot(Part.FULL, shard), copy.slot(Part.WINDOW, shard)
+        if full is not None and may_commit(full, copy.parent):
+            self._commit(full)
+            self._committed.add(copy, shard)
+        above = full is not None and full.state is SlotState.READY
+        if window is not None and above and lands(window):
+            self._commit(window)
+        self.offer(copy)
 
     def _commit(self, slot: Slot) -> None:
         slot.commit()
@@ -342,43 +373,8 @@ class Tree:
 
     # ------------------------------------------------------------ room
 
-    def _allocate(self, slot_bytes: int, guard: Copy) -> Slot | None:
-        """A FREE slot: a free one, one freed by sweeping, a reclaimed slab's, or an evicted
-        copy's."""
-        slot = self.slabs.take(slot_bytes)
-        if slot is None and self.sweep(_SWEEP_ENTRIES):
-            slot = self.slabs.take(slot_bytes)
-        if slot is not None:
-            return slot
-        self._candidates.guard = guard
-        try:
-            slab = self.slabs.coldest_foreign(slot_bytes)
-            if slab is not None:
-                self._reclaim(slab)
-                slot = self.slabs.take(slot_bytes)
-            while slot is None and self._evict_for(slot_bytes):
-                slot = self.slabs.take(slot_bytes)
-            return slot
-        finally:
-            self._candidates.guard = None
-            self.offer(guard)
-
-    def _reclaim(self, slab: Slab) -> None:
-        """Doom every copy with a slot in the slab, so that it can be cut for another size."""
-        for slot in list(slab):
-            if slot.owner is not None and slot.state is not SlotState.FREE:
-                self.evictions += slot.owner.live
-                self.doom(slot.owner)
-
-    def _evict_for(self, slot_bytes: int) -> bool:
-        """Evict what leaves first among what frees a slot of this size."""
-        found = self._candidates.take(slot_bytes)
-        if found is None:
-            return False
-        self._evict(*found)
-        return True
-
-    def _evict(self, copy: Copy, parts: list[Part]) -> None:
+    def evict(self, copy: Copy, parts: list[Part]) -> None:
+        """Take parts of a copy out; the whole copy leaves with its FULL part."""
         if self.watched and Part.FULL in parts and copy.visible():
             self.changed.append((copy, False))
         for part in parts:

@@ -203,19 +203,20 @@ class Index:
         return True
 
     def visible_run(self, keys: bytes, count: int) -> int:
-        """How many of the first ``count`` keys of a chain are visible, by bisection: right where
-        the copies are prefix-closed. Elsewhere the last of them is visible all the same, and the
-        one behind it isn't."""
+        """How many of the first ``count`` keys of a chain are visible: the last key is looked at
+        first, as most prompts that hit do so in whole, then a bisection follows. Right where the
+        copies are prefix-closed; elsewhere the last of them is visible all the same, and the one
+        behind it isn't."""
         maps, mask = self._maps, self._mask
-        low = 0
+        low, middle = 0, count - 1
         while low < count:
-            middle = (low + count) // 2
             place = middle * KEY_BYTES
             copy = maps[keys[place] & mask].get(keys[place : place + KEY_BYTES])
             if copy is not None and copy.visible():
                 low = middle + 1
             else:
                 count = middle
+            middle = (low + count) // 2
         return low
 
     def pop_any(self) -> Copy | None:

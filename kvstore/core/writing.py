@@ -22,6 +22,10 @@ from kvstore.core.transfers import Job
 from kvstore.core.tree import Tree
 from kvstore.core.tree_nodes import Copy
 
+LOOKS = 256
+"""Backlog entries that one event passes over because they need no write any more."""
+_CLIMB = 256
+"""Chunks above one that are brought up with it."""
 _AGAIN_S = 1.0
 """A refused write, and what hangs on it, is tried again after this long."""
 
@@ -33,6 +37,18 @@ class Writing:
         self._state = state
         self._backlog: deque[Handle] = deque()
         self._retry_at_s: float | None = None
+        self._paused = False
+
+    def begin(self) -> None:
+        """A new event begins."""
+        self._paused = False
+
+    def running(self) -> bool:
+        """Whether the next write is still being looked for, at the next Tick."""
+        return self._paused
+
+    def step(self) -> None:
+        """Nothing to do: each event ends with a look for the next write."""
 
     def __len__(self) -> int:
         return len(self._backlog)
@@ -54,8 +70,12 @@ class Writing:
     def next_write(self) -> Job | None:
         """The next WRITE, its slots held; None while there is nothing to write, or it has to wait
         for the scan or for its namespace's record."""
-        nvme = self._state.directory.nvme
-        while nvme is not None and not nvme.scanning and self._backlog:
+        nvme, looks = self._state.directory.nvme, LOOKS
+        while nvme is not None and not nvme.scanning and self._backlog and not self._paused:
+            if not looks:
+                self._paused = True
+                break
+            looks -= 1
             handle = self._backlog[0]
             copy = handle.slot.owner
             live = not handle.is_stale() and copy is not None and copy.space.alive
@@ -162,6 +182,11 @@ class Writing:
             self._refuse(slot, Drop.NVME_BUDGET)
             return None
         target = nvme.reserve(slot.owner.space, header)
+        if target is None:
+            slot.write_queued = True
+            self._backlog.appendleft(handle)
+            self._paused = True
+            return None
         if isinstance(target, Drop):
             missing = target is Drop.PARENT_MISSING
             self._refuse(slot, Drop.NVME_PARENT_MISSING if missing else target)

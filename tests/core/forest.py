@@ -72,7 +72,9 @@ class Forest:
         self, name: str, shard: int = 0, part: Part = Part.FULL, nbytes: int = SLOT_BYTES
     ) -> Slot | Drop:
         """Reserve, or tell why not; a slot is held by its Move."""
+        self.tree.begin()
         slot = self.tree.reserve(self.space, self.header(name, shard, part, nbytes))
+        assert slot is not None, "room is made in one event here"
         if isinstance(slot, Slot):
             self._moves[slot] = MoveID(next(self._ids))
             slot.hold(self._moves[slot])
@@ -89,6 +91,7 @@ class Forest:
 
     def land(self, slot: Slot) -> None:
         """The bytes have landed, and the Move has ended."""
+        self.tree.begin()
         self.tree.landed(slot)
         self.let_go(slot)
 

@@ -155,6 +155,7 @@ def test_the_coldest_slab_without_pins_is_reclaimed() -> None:
     assert found is not None
     assert found.number == 0
     by_slab[1].let_go(MOVE)
+    slabs.begin()
     found = slabs.coldest_foreign(LARGE)
     assert found is not None
     assert found.number == 1

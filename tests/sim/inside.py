@@ -77,7 +77,7 @@ def _check_places(tree: Tree, copy: Copy) -> None:
 
 
 def _check_candidate(tree: Tree, copy: Copy) -> None:
-    candidates: Candidates = tree._candidates
+    candidates: Candidates = tree.candidates
     for test, queues, part in (
         (candidates.evictable, candidates._copies, Part.FULL),
         (candidates.window_evictable, candidates._windows, Part.WINDOW),

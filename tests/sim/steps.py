@@ -10,7 +10,18 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvstore.core import batches, cancelling, clearing, leases, restoring, tree_nodes
+from kvstore.core import (
+    batches,
+    cancelling,
+    clearing,
+    eviction,
+    leases,
+    restoring,
+    room,
+    tree,
+    tree_nodes,
+    writing,
+)
 
 _STEPS: tuple[tuple[object, str], ...] = (
     (batches, "STEP_CHUNKS"),
@@ -18,6 +29,10 @@ _STEPS: tuple[tuple[object, str], ...] = (
     (clearing, "STEP_SPACES"),
     (leases, "STEP_LEASES"),
     (restoring, "STEP_COPIES"),
+    (room, "STEP_COPIES"),
+    (tree, "STEP_COPIES"),
+    (eviction, "RENEW_ENTRIES"),
+    (writing, "LOOKS"),
     (tree_nodes, "SPLIT_ENTRIES"),
 )
 

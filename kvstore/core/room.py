@@ -1,0 +1,105 @@
+"""Room: where a slot comes from when a tier is full.
+
+In this order: a free slot; slots of hidden copies, swept now; a slab of another size that has more
+than its share; what leaves first of what frees this size. An event makes only so much room; where
+that isn't enough, whoever asks is told to ask again in the next one, so that nothing is refused
+while anything may leave.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.core.messages import TierName
+from kvstore.core.slabs import Slab
+from kvstore.core.slots import Slot, SlotState
+from kvstore.core.stats import Drop
+
+if TYPE_CHECKING:
+    from kvstore.core.tree import Tree
+    from kvstore.core.tree_nodes import Copy
+
+STEP_COPIES = 512
+"""Copies that one event sweeps, dooms, or looks at as candidates, to make room in a tier."""
+_SWEEP_ENTRIES = 64
+"""Hidden copies freed at most to make room for one slot."""
+
+
+class Room:
+    """How a tree makes room. Mutates the tree by its verbs only."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._left = STEP_COPIES
+        self._leaving: Slab | None = None
+        self._next = 0
+
+    def begin(self) -> None:
+        """A new event begins."""
+        self._left = STEP_COPIES
+        self._tree.candidates.looks_left = STEP_COPIES
+        self._tree.slabs.begin()
+
+    def take(self, slot_bytes: int, guard: Copy) -> Slot | Drop | None:
+        """A FREE slot for a copy, which stays; why there is none; or None where there may be one
+        in the next event."""
+        slabs, candidates = self._tree.slabs, self._tree.candidates
+        slot = slabs.take(slot_bytes)
+        if slot is None and self._sweep():
+            slot = slabs.take(slot_bytes)
+        if slot is not None:
+            return slot
+        candidates.guard = guard
+        try:
+            if self._reclaim(slot_bytes):
+                slot = slabs.take(slot_bytes)
+            while slot is None and self._evict(slot_bytes):
+                slot = slabs.take(slot_bytes)
+        finally:
+            candidates.guard = None
+            self._tree.offer(guard)
+        if slot is not None:
+            return slot
+        hidden = self._left <= 0 and self._tree.sweeping()
+        if hidden or self._leaving is not None or candidates.looks_left < 0:
+            return None
+        return Drop.HOST_FULL if self._tree.tier is TierName.HOST else Drop.NVME_FULL
+
+    def _sweep(self) -> bool:
+        swept = self._tree.sweep(max(0, min(_SWEEP_ENTRIES, self._left)))
+        self._left -= swept
+        return swept > 0
+
+    def _reclaim(self, slot_bytes: int) -> bool:
+        """Doom every copy with a slot in a slab of another size, in steps, so that it can be cut
+        for this one; tells whether all of one are. What is held or leased meanwhile is spared."""
+        slabs = self._tree.slabs
+        slab = self._leaving or slabs.coldest_foreign(slot_bytes)
+        if slab is None:
+            return False
+        if self._leaving is None:
+            self._leaving, self._next = slab, 0
+            slabs.retire(slab.number)
+        elif slab.kept():
+            self._leaving = None
+            slabs.take_back(slab)
+            return False
+        while self._next < len(slab.slots) and self._left > 0:
+            slot = slab.slots[self._next]
+            self._next += 1
+            if slot is not None and slot.owner is not None and slot.state is not SlotState.FREE:
+                self._tree.evictions += slot.owner.live
+                self._tree.doom(slot.owner)
+                self._left -= 1
+        if self._next < len(slab.slots):
+            return False
+        self._leaving = None
+        return True
+
+    def _evict(self, slot_bytes: int) -> bool:
+        """Evict what leaves first among what frees a slot of this size."""
+        found = self._tree.candidates.take(slot_bytes)
+        if found is None:
+            return False
+        self._tree.evict(*found)
+        return True
