@@ -108,6 +108,7 @@ class Clearing:
                 state.reply(session, request, Refused(text))
             return
         state.spaces.persisted(event.number)
+        self._writing.await_records()
         for number in [n for n in self._clears if n <= event.number]:
             session, request, cleared = self._clears.pop(number)
             state.reply(session, request, cleared)
@@ -116,4 +117,5 @@ class Clearing:
         """Try again what couldn't be made durable."""
         if self._persist_at_s is not None and self._state.now >= self._persist_at_s:
             self._persist_at_s = None
+            self._writing.await_records()
             self._state.effects.append(self._state.spaces.persist())

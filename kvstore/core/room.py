@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvstore.core.tree import Tree
     from kvstore.core.tree_nodes import Copy
 
-STEP_COPIES = 512
+STEP_COPIES = 256
 """Copies that one event sweeps, dooms, or looks at as candidates, to make room in a tier."""
 _SWEEP_ENTRIES = 64
 """Hidden copies freed at most to make room for one slot."""

@@ -24,8 +24,8 @@ from kvstore.core.tree_nodes import Copy
 
 LOOKS = 256
 """Backlog entries that one event passes over because they need no write any more."""
-_CLIMB = 256
-"""Chunks above one that are brought up with it."""
+CLIMB_MAX = 1024
+"""Chunks above one that are brought up with it; where more are missing, a store of them will."""
 _AGAIN_S = 1.0
 """A refused write, and what hangs on it, is tried again after this long."""
 
@@ -38,6 +38,7 @@ class Writing:
         self._backlog: deque[Handle] = deque()
         self._retry_at_s: float | None = None
         self._paused = False
+        self._dropping = False
 
     def begin(self) -> None:
         """A new event begins."""
@@ -80,7 +81,12 @@ class Writing:
             copy = handle.slot.owner
             live = not handle.is_stale() and copy is not None and copy.space.alive
             if live and copy is not None and not copy.space.persisted:
-                return None
+                if not self._dropping:
+                    return None
+                self._backlog.popleft()
+                handle.slot.write_queued = False
+                self._state.drop(Drop.NVME_WRITE_FAILED)
+                continue
             self._backlog.popleft()
             job = self._start(nvme, handle)
             if job is not None:
@@ -118,16 +124,13 @@ class Writing:
             self._retry_at_s = None
 
     def drop_unpersisted(self) -> None:
-        """A namespace's record couldn't be made durable: nothing of it may be written."""
-        kept: deque[Handle] = deque()
-        for handle in self._backlog:
-            copy = handle.slot.owner
-            if handle.is_stale() or copy is None or copy.space.persisted:
-                kept.append(handle)
-            else:
-                handle.slot.write_queued = False
-                self._state.drop(Drop.NVME_WRITE_FAILED)
-        self._backlog = kept
+        """A namespace's record couldn't be made durable: nothing of it may be written, until
+        ``await_records``."""
+        self._dropping = True
+
+    def await_records(self) -> None:
+        """Records are durable, or tried again: what waits for one waits on."""
+        self._dropping = False
 
     # ------------------------------------------------------------ private
 
@@ -145,6 +148,8 @@ class Writing:
             if above.stores < least:
                 return Drop.NVME_ADMISSION
             if self._state.now < full.write_again_s:
+                return Drop.NVME_PARENT_MISSING
+            if len(missing) == CLIMB_MAX:
                 return Drop.NVME_PARENT_MISSING
             missing.append(full)
             above = above.parent

@@ -35,7 +35,7 @@ from kvstore.core.tree_nodes import Copy, lands
 from tests.sim.errors import SimulationError
 from tests.sim.run import simulate
 
-SEEDS = range(700, 750)
+SEEDS = (*range(700, 750), 793, 826)
 STEPS = 250
 Patch = Callable[..., None]
 """``monkeypatch.setattr``."""

@@ -12,7 +12,7 @@ from kvstore.core.transfers import Transfers
 from tests.sim.errors import SimulationError
 from tests.sim.run import simulate
 
-FIXED = range(500, 536)
+FIXED = range(500, 550)
 FRESH = 40
 HAPPENS = (
     "Store", "Retrieve", "Lookup", "Release", "Cancel", "Register", "Attach", "SetRevision",
