@@ -20,7 +20,7 @@ from kvstore.core.tickets import Wait
 
 Blocks = tuple[tuple[int, bytes], ...]
 
-STORES_FIRST_S = 0.01
+STORES_FIRST_S = 0.005
 """So long writes wait for STOREs: for those of a prompt, but not for engines that never stop."""
 
 
