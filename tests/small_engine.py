@@ -44,6 +44,8 @@ class SmallEngine:
     waits as long as a slow machine needs unless ``lookup_timeout_s`` is given.
     """
 
+    block_bytes = BLOCK_BYTES
+
     def __init__(
         self,
         address: str,
@@ -55,12 +57,12 @@ class SmallEngine:
         lookup_timeout_s: float = WAIT_S,
     ) -> None:
         self._blocks = chunks * BLOCKS_PER_CHUNK
-        self._memory = create_host_memory(name, TENSORS * self._blocks * BLOCK_BYTES)
+        self._memory = create_host_memory(name, TENSORS * self._blocks * self.block_bytes)
         self._array = np.frombuffer(self._memory.buffer, np.uint8)
-        self._pages = self._array.reshape(TENSORS, self._blocks, BLOCK_BYTES)
+        self._pages = self._array.reshape(TENSORS, self._blocks, self.block_bytes)
+        size = self.block_bytes
         spans = tuple(
-            TensorSpan(i * self._blocks * BLOCK_BYTES, BLOCK_BYTES, BLOCK_BYTES, self._blocks)
-            for i in range(TENSORS)
+            TensorSpan(i * self._blocks * size, size, size, self._blocks) for i in range(TENSORS)
         )
         group = LayerGroup("full", TOKENS_PER_BLOCK, None, spans)
         self.client = Client(address, lookup_timeout_s=lookup_timeout_s)
@@ -103,7 +105,7 @@ class SmallEngine:
     def fill(self, keys: ChunkKeys, first: int = 0) -> None:
         """Give each chunk the pattern of its key."""
         for chunk in range(len(keys)):
-            self._chunk(first + chunk)[:] = _pattern(keys, chunk)
+            self._chunk(first + chunk)[:] = _pattern(keys, chunk, self.block_bytes)
 
     def wipe(self) -> None:
         """Zero all of the memory."""
@@ -118,7 +120,7 @@ class SmallEngine:
 
     def is_right(self, keys: ChunkKeys, chunk: int, first: int = 0) -> bool:
         """Whether one chunk holds its key's pattern."""
-        return np.array_equal(self._chunk(first + chunk), _pattern(keys, chunk))
+        return np.array_equal(self._chunk(first + chunk), _pattern(keys, chunk, self.block_bytes))
 
     def begin_store(self, keys: ChunkKeys, first: int = 0, ready: Ready | None = None) -> Ticket:
         """Ask for a store, whose request is named for its place."""
@@ -155,9 +157,15 @@ class SmallEngine:
         return self._pages[:, chunk * BLOCKS_PER_CHUNK : (chunk + 1) * BLOCKS_PER_CHUNK]
 
 
-def _pattern(keys: ChunkKeys, chunk: int) -> np.ndarray:
+class LargeEngine(SmallEngine):
+    """The same with larger blocks, and so with larger slots in every tier."""
+
+    block_bytes = 5 * BLOCK_BYTES
+
+
+def _pattern(keys: ChunkKeys, chunk: int, block_bytes: int) -> np.ndarray:
     """Bytes that only this key has, other ones in every block."""
     seed = hashlib.sha256(bytes(keys[chunk])).digest()
     generator = np.random.default_rng(np.frombuffer(seed, np.uint64))
-    shape = (TENSORS, BLOCKS_PER_CHUNK, BLOCK_BYTES)
+    shape = (TENSORS, BLOCKS_PER_CHUNK, block_bytes)
     return generator.integers(0, 256, shape, np.uint8)

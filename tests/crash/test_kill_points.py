@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvstore import ChunkKeys, Ticket
 from kvstore.codecs.base import HEADER_BYTES
+from kvstore.machine import folder_bytes
 from tests.conftest import RunningDaemon, StartDaemon
 from tests.crash.at_rest import chunks_at_rest
 from tests.crash.conftest import POINTS, check_hits
@@ -71,7 +72,7 @@ def test_every_hit_after_a_kill_is_whole(start_daemon: StartDaemon) -> None:
     """Field cases 50, 54 and 65: the daemon is killed at random moments while it stores, writes and
     gives back. Each time every ticket ends at once and nothing is acknowledged until it is
     back; then every chunk that is a hit is retrieved, done and right, and nothing is left in
-    shared memory."""
+    shared memory, and the folder never takes more room than it may."""
     seed = random.randrange(1 << 32)
     randomness = random.Random(seed)
     daemon = start_daemon()
@@ -91,6 +92,7 @@ def test_every_hit_after_a_kill_is_whole(start_daemon: StartDaemon) -> None:
             what = f"seed {seed} point {point} {delay_s:.6f} s"
             check_outcomes(engine, under_way, what)
             assert engine.store(once_more).done == (False,) * CHUNKS, what
+            assert folder_bytes(daemon.nvme) <= 256 << 20, what
             daemon.launch()
             engine.rejoin(daemon.pid)
             daemon.await_ready()

@@ -9,9 +9,11 @@ from multiprocessing.connection import Connection
 
 from kvstore import ChunkKeys
 from tests.crash.engine_process import Event, Life, end
-from tests.small_engine import WAIT_S, SmallEngine, tokens
+from tests.small_engine import WAIT_S, LargeEngine, SmallEngine, tokens
 
 READY_STEP_S = 0.5
+LARGE_MODEL = "org/large"
+"""The model whose chunks are larger."""
 
 
 class LoadEngine:
@@ -75,7 +77,8 @@ class LoadEngine:
 
 def live(life: Life, pipe: Connection) -> None:
     """In the engine's process: work until the pipe says stop, then tell what came of it."""
-    with SmallEngine(life.address, life.chunks, life.work, name=life.name) as engine:
+    kind = LargeEngine if life.work == LARGE_MODEL else SmallEngine
+    with kind(life.address, life.chunks, life.work, name=life.name) as engine:
         load = LoadEngine(engine, life)
         pipe.send(Event("registered"))
         while not pipe.poll(0):
