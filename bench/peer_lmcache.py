@@ -166,7 +166,7 @@ PEER = Peer(
     },
     differences=(
         "on a CPU LMCache's engine copies into the server's shared memory itself, with PyTorch's "
-        "threads; our daemon copies, with its own threads; both have one a core",
+        "threads; our daemon copies, with its own threads; both may use one a core",
         "LMCache's server hashes the tokens, our client does; both begin with a list",
         "LMCache's calls are those of its vLLM connector, but a reply is waited for where vLLM "
         "polls once a step",

@@ -131,8 +131,8 @@ PEER = Peer(
     libraries=LIBRARIES,
     variables={"GLOG_minloglevel": "2", "MC_LOG_LEVEL": "WARNING"},
     differences=(
-        "Mooncake's values lie in the engine's own process, which copies them itself, with a pool "
-        "of threads; our daemon copies, with a thread a core",
+        "Mooncake's values lie in the engine's own process, which copies them itself; our daemon "
+        "copies, with a thread a core",
         "Mooncake's keys are names that the caller makes up; a prompt's order is unknown to it",
         "neither has a second tier here, and no checksum is made",
     ),
