@@ -16,7 +16,7 @@ POINTS = int(os.environ.get("KILL_POINTS", "20"))
 CHUNKS = 48
 OLD_PROMPTS = 16
 """So many prompts as the crowded host tier can't hold at once: some of their chunks are on NVMe
-only."""
+only. A test uses them in turn, so that none becomes the coldest there."""
 OLD = tuple(range(OLD_PROMPTS))
 
 

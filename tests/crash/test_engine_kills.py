@@ -40,7 +40,7 @@ def test_an_engine_killed_at_any_moment_leaves_nothing_but_whole_chunks(
         with EngineProcess(replace(life, seeds=seeds)) as engine:
             moment.wait(engine)
             engine.signal(signal.SIGKILL)
-        hits += check_hits(observer, (*seeds, *randomness.sample(OLD, 1)), what)
+        hits += check_hits(observer, (*seeds, OLD[point % OLD_PROMPTS]), what)
         watch.written()
         watch.wait_until_holds(before, what)
     assert hits > POINTS * CHUNKS, f"seed {seed}: {hits} hits"

@@ -1,9 +1,9 @@
 """Everything for long: ``python -m tests.soak --seconds 240``; a summary at the end, 1 if any part
 failed.
 
-The parts run one after the other, each in a process of its own: random kills and stops of real
-processes at 200 moments each and bursts of 2 GiB, fuzzing, the simulator with fresh seeds, and a
-daemon under load. ``--seconds`` is how long each of the last two runs.
+The parts run one after the other, each in a process of its own: kills and stops of real processes
+at 200 random moments each, bursts of 2 GiB and damaged files, fuzzing, the simulator with fresh
+seeds, and a daemon under load. ``--seconds`` is how long each of the last two runs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Part:
 def parts(points: int, seconds: float) -> list[Part]:
     """What there is to run."""
     kills = {"KILL_POINTS": str(points)}
-    burst = {"BURST_ARENA_MIB": "1024"}
+    faults = {"BURST_ARENA_MIB": "1024", "DAMAGES": str(10 * points)}
     return [
         Part("kills and stops", (*PYTEST, "tests/crash"), kills),
-        Part("faults and bursts", (*PYTEST, "tests/faults"), burst),
+        Part("faults and bursts", (*PYTEST, "tests/faults"), faults),
         Part("simulator", ("tests.sim", "--seconds", str(seconds), "--quiet")),
         Part("load", ("tests.soak.load", "--seconds", str(seconds))),
     ]
