@@ -15,6 +15,7 @@ from kvstore.core.slots import Slot, SlotState
 from kvstore.core.tree_nodes import Copy
 
 Sizes = tuple[int, ...]
+_BOTH = [Part.FULL, Part.WINDOW]
 
 
 class Candidates:
@@ -41,7 +42,7 @@ class Candidates:
         if copy is not None:
             return copy, [Part.WINDOW]
         copy = self._coldest(self._copies, slot_bytes, self.evictable)
-        return None if copy is None else (copy, list(Part))
+        return None if copy is None else (copy, _BOTH)
 
     def evictable(self, copy: Copy) -> bool:
         """Whether the whole copy may leave."""
@@ -51,11 +52,7 @@ class Candidates:
 
     def window_evictable(self, copy: Copy) -> bool:
         """Whether the copy's WINDOW part may leave."""
-        return (
-            self._loose(copy)
-            and copy.window_ready > 0
-            and _all_idle(slot for slot in copy.part(Part.WINDOW) if slot is not None)
-        )
+        return self._loose(copy) and copy.window_ready > 0 and _all_idle(copy.part(Part.WINDOW))
 
     def _coldest(
         self, queues: dict[Sizes, Policy], slot_bytes: int, test: Callable[[Copy], bool]
@@ -69,8 +66,11 @@ class Candidates:
             return self.looks_left < 0 or test(copy)
 
         best: tuple[int, Policy] | None = None
-        for sizes, policy in queues.items():
-            use = policy.coldest_use(look) if slot_bytes in sizes else None
+        policies = [policy for sizes, policy in queues.items() if slot_bytes in sizes]
+        if len(policies) == 1:
+            best = (0, policies[0])
+        for policy in policies if best is None else ():
+            use = policy.coldest_use(look)
             if use is not None and (best is None or use < best[0]):
                 best = (use, policy)
         copy = None if best is None else best[1].take(look)
@@ -80,12 +80,16 @@ class Candidates:
         return copy.live and copy.space.alive and not copy.leases and copy is not self.guard
 
     def _queue(self, queues: dict[Sizes, Policy], copy: Copy, part: Part) -> Policy:
-        sizes = tuple(sorted({slot.slab.slot_bytes for slot in copy.part(part) if slot}))
+        found = [slot.slab.slot_bytes for slot in copy.part(part) if slot is not None]
+        sizes = tuple(found) if len(found) == 1 else tuple(sorted(set(found)))
         policy = queues.get(sizes)
         if policy is None:
             policy = queues[sizes] = self._policy()
         return policy
 
 
-def _all_idle(slots: Iterable[Slot]) -> bool:
-    return all(slot.state is SlotState.READY and not slot.holders for slot in slots)
+def _all_idle(slots: Iterable[Slot | None]) -> bool:
+    for slot in slots:
+        if slot is not None and (slot.state is not SlotState.READY or slot.holders):
+            return False
+    return True
