@@ -30,7 +30,7 @@ from kvstore.tiers.block_io import aligned_empty
 
 _READ_SETS = 3
 _WRITE_SETS = 4
-_READ_THREADS, _WRITE_THREADS = 4, 4
+_READ_THREADS, _WRITE_THREADS = 8, 4
 """The daemon's own defaults."""
 _HEADER_BYTES = 4096
 

@@ -334,9 +334,9 @@ def _nvme_tier(config: NvmeConfig) -> NvmeTier | None:
 
 
 def _limits(config: Config) -> Limits:
-    """The core's limits. Queues are two deep for each thread that serves them, so that none waits
-    for the loop and the rest waits in the core, where priorities hold. Copies are four deep, as
-    several are reported together; writes one deep, so that none begins once a retrieve has come."""
+    """The core's limits. Reads and writes are as many as their threads, so that the rest waits in
+    the core, where priorities hold: no write begins once a retrieve has come. Copies are four deep
+    for each thread, as several are reported together."""
     nvme, threads = config.nvme, config.threads
     return Limits(
         host=TierLimits(config.host.slabs(), config.host.slab_size),
@@ -346,7 +346,7 @@ def _limits(config: Config) -> Limits:
         session_bytes_max=config.session.bytes_max,
         partial=Partial(config.session.partial),
         copy_depth=4 * threads.copy,
-        read_depth=2 * threads.read,
+        read_depth=threads.read,
         write_depth=threads.write,
         write_budget_bytes_s=nvme.write_budget,
         admit_after=nvme.admit_after,

@@ -49,11 +49,11 @@ Report = Callable[[Sequence[Moved]], None]
 
 @dataclass(frozen=True, slots=True)
 class MoverThreads:
-    """Threads of each lane. Two copy threads reach the memory's bandwidth; four readers and four
+    """Threads of each lane. Two copy threads reach the memory's bandwidth; eight readers and four
     writers overlap checksums with I/O."""
 
     copy: int = min(2, os.cpu_count() or 1)
-    read: int = 4
+    read: int = 8
     write: int = 4
 
 
