@@ -33,8 +33,9 @@ from vllm.version import __version__ as vllm_version
 from kvstore import Client, KVStoreError
 from kvstore_vllm.allocation import SharedAllocation
 from kvstore_vllm.config import settings_from
+from kvstore_vllm.drafts import drafting
 from kvstore_vllm.identity import check_engine
-from kvstore_vllm.layout import group_shapes, tokens_per_chunk
+from kvstore_vllm.layout import EngineShape, group_shapes, tokens_per_chunk
 from kvstore_vllm.metrics import Counts, KVStoreMetrics, KVStoreStats
 from kvstore_vllm.orders import Orders
 from kvstore_vllm.scheduler import SchedulerSide
@@ -178,7 +179,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_connector_metadata(connector_metadata)
         side = self._worker
         if side is not None and isinstance(connector_metadata, Orders):
-            self._guarded("begin", lambda: side.begin(connector_metadata), None)
+            self._guarded("begin", lambda: side.begin(connector_metadata, self._guarded), None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Ask for this step's loads."""
@@ -260,6 +261,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             groups = group_shapes(self._kv_cache_config)
             chunk = tokens_per_chunk(groups, settings.tokens_per_chunk)
             check_engine(config)
+            drafts = drafting(config)
             self._client = Client(
                 settings.socket,
                 credential=settings.credential,
@@ -270,7 +272,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             _log.warning("kvstore: nothing is reused: %s", error)
             return None
         ranks = config.parallel_config.world_size
-        return SchedulerSide(session, settings, groups, chunk, ranks)
+        return SchedulerSide(session, settings, EngineShape(groups, chunk, ranks, drafts))
 
     def _guarded(self, verb: str, call: Callable[[], Answer], otherwise: Answer) -> Answer:
         """The connector's one boundary: an error is logged once, counted, and is a miss."""

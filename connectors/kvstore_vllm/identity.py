@@ -18,11 +18,11 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.version import __version__ as vllm_version
 
 from kvstore import LayoutMismatchError, Namespace
+from kvstore_vllm.drafts import draft_model, drafting
 
 BACKENDS = ("CPU_ATTN",)
 """Attention backends that were tried: their blocks hold nothing but the KV of their own tokens, and
-they compute the rest of a prompt behind a prefix. (vLLM's reference CPU_MLA doesn't: behind a
-prefix it gives other text, which is why vLLM turns its own prefix cache off there.)"""
+they compute the rest of a prompt behind a prefix."""
 CONTENT_BYTES_MAX = 8 << 30
 """Weights up to this size are hashed whole, about half a second a GiB."""
 _VOLATILE = ("_name_or_path", "_commit_hash", "transformers_version", "architectures_hash")
@@ -48,16 +48,19 @@ def check_engine(config: VllmConfig) -> None:
     """Raise LayoutMismatchError, in one line, for an engine whose KV can't be reused."""
     parallel = config.parallel_config
     if not config.cache_config.enable_prefix_caching:
-        raise LayoutMismatchError(
-            "engine: vLLM's prefix caching is off, by its user or because the attention backend "
-            "can't compute behind a prefix"
-        )
+        raise LayoutMismatchError(f"engine: vLLM's prefix caching is off, {_why_off(config)}")
+    drafting(config)
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise LayoutMismatchError("engine: context parallelism isn't supported")
     if parallel.nnodes > 1:
-        raise LayoutMismatchError(
-            f"engine: it spans {parallel.nnodes} nodes; this version serves engines on one"
-        )
+        raise LayoutMismatchError(_nodes(parallel.nnodes))
+
+
+def check_nodes(nodes: int) -> None:
+    """Raise LayoutMismatchError where the engine's workers, once they know one another, turn out to
+    be on several nodes (as with Ray, which the configuration doesn't tell)."""
+    if nodes > 1:
+        raise LayoutMismatchError(_nodes(nodes))
 
 
 def config_digest(config: VllmConfig) -> str:
@@ -73,6 +76,10 @@ def config_digest(config: VllmConfig) -> str:
         "disable_sliding_window": model.disable_sliding_window,
         "model_impl": str(model.model_impl),
     }
+    drafter = draft_model(config)
+    if drafter is not None:
+        method = config.speculative_config.method
+        facts["drafter"] = [method, _lasting(drafter.hf_config.to_dict()), _draft_weights(config)]
     if not _rope_is_static(own):
         facts["max_model_len"] = model.max_model_len
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"), default=str)
@@ -115,6 +122,29 @@ def _format(config: VllmConfig, dtype: str) -> str:
         kinds.add(f"{backend}:{layer.isa}")
     layout = config.cache_config.get_resolved_kv_cache_layout().name
     return f"vllm-cpu-{vllm_version}/{layout}/{'+'.join(sorted(kinds))}/{dtype}"
+
+
+def _why_off(config: VllmConfig) -> str:
+    """Why vLLM has no prefix caching."""
+    if config.model_config.use_mla and not config.scheduler_config.enable_chunked_prefill:
+        return (
+            "as its CPU_MLA attention backend doesn't compute behind a prefix what it computes "
+            "without one"
+        )
+    return "by its user, or for a model that it can't do it for"
+
+
+def _nodes(count: int) -> str:
+    return f"engine: it spans {count} nodes; this version serves engines on one"
+
+
+def _draft_weights(config: VllmConfig) -> str:
+    """What names the drafter's weights; empty where they are among the target's."""
+    drafter, target = config.speculative_config.draft_model_config, config.model_config
+    if drafter.model == target.model:
+        return ""
+    load = config.speculative_config.draft_load_config or config.load_config
+    return weights_revision(drafter.model, drafter.revision, load)
 
 
 def _lasting(values: dict[str, Any]) -> dict[str, Any]:

@@ -16,14 +16,18 @@ import torch
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheGroupRole,
+    KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
+    KVQuantMode,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from kvstore import LayerGroup, Layout, LayoutMismatchError, TensorSpan
+from kvstore_vllm.drafts import Drafting
 
 CHUNK_TOKENS = 128
 """The chunk size to start from: small enough that little of a prompt's tail is recomputed."""
@@ -38,12 +42,33 @@ class GroupShape:
     window: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """What the scheduler's side knows of an engine: its KV cache groups, the tokens of a chunk, its
+    ranks, and its speculative decoding."""
+
+    groups: tuple[GroupShape, ...]
+    chunk: int
+    ranks: int
+    drafting: Drafting
+
+    def retreat(self) -> int:
+        """Tokens at the end of a hit that vLLM has to compute, since a drafter's KV of them was
+        drafted for other tokens: one block of each group. Where windows are only whole at the end
+        of a chunk, that is a chunk."""
+        if not self.drafting.reads_ahead:
+            return 0
+        if any(group.window is not None for group in self.groups):
+            return self.chunk
+        return math.lcm(*(group.tokens_per_block for group in self.groups))
+
+
 def group_shapes(config: KVCacheConfig) -> tuple[GroupShape, ...]:
     """The groups, in vLLM's order; raises LayoutMismatchError for one that isn't known."""
     if not config.kv_cache_groups:
         raise LayoutMismatchError("layout: the model has no KV cache")
     return tuple(
-        _group_shape(number, _kind(group.kv_cache_spec), group.is_eagle_group)
+        _group_shape(number, group, _kind(group.kv_cache_spec))
         for number, group in enumerate(config.kv_cache_groups)
     )
 
@@ -72,9 +97,15 @@ def describe(
     groups = []
     for shape, group in zip(shapes, config.kv_cache_groups, strict=True):
         spans: dict[int, TensorSpan] = {}
-        for name in group.layer_names:
-            if name not in tensors or name not in views:
-                raise LayoutMismatchError(f"layout: layer {name} has no KV tensor of its own")
+        if not group.layer_names:
+            raise LayoutMismatchError(
+                f"layout: this pipeline stage has no layer of KV cache group {shape.name}; use a "
+                "split in which each stage has layers of every kind"
+            )
+        own = [name for name in group.layer_names if name in tensors]
+        for name in own:
+            if name not in views:
+                raise LayoutMismatchError(f"layout: vLLM shows no KV tensor of layer {name}")
             tensor, place = tensors[name]
             spec = _layer_spec(group.kv_cache_spec, name)
             blocks = config.num_blocks_of(tensor)
@@ -82,6 +113,8 @@ def describe(
             _check_view(name, views[name], span, base)
             spans[span.offset_bytes] = span
             dtypes.add(str(views[name].dtype).removeprefix("torch."))
+        for name in set(group.layer_names) - set(own):
+            _check_shared(name, views, spans, base)
         groups.append(
             LayerGroup(shape.name, shape.tokens_per_block, shape.window, tuple(spans.values()))
         )
@@ -106,19 +139,30 @@ def _layer_spec(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
     return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
-def _group_shape(number: int, spec: KVCacheSpec, drafts: bool) -> GroupShape:
+def _group_shape(number: int, group: KVCacheGroupSpec, spec: KVCacheSpec) -> GroupShape:
     """Exact types: a subclass may mean something else by its blocks."""
     where = f"layout: KV cache group {number}"
-    if drafts:
-        raise LayoutMismatchError(f"{where} holds layers of a draft model, which isn't supported")
-    if type(spec) is SlidingWindowSpec and not spec.extra_retained_tokens:
-        return GroupShape(f"window{number}", spec.block_size, spec.sliding_window)
+    ordinary = group.enable_kv_transfer and group.role is KVCacheGroupRole.DEFAULT
+    if group.host_resident or not ordinary:
+        raise LayoutMismatchError(f"{where} is part of a hierarchical cache of vLLM's own")
     full = type(spec) in (FullAttentionSpec, MLAAttentionSpec)
-    if not full or spec.non_causal or spec.attention_chunk_size is not None:
+    window = type(spec) is SlidingWindowSpec
+    if not full and not window:
         raise LayoutMismatchError(
             f"{where} is {type(spec).__name__}; supported are full attention, MLA and sliding "
             "window, all causal"
         )
+    if spec.tokens_per_state != 1:
+        raise LayoutMismatchError(f"{where} keeps one state of {spec.tokens_per_state} tokens")
+    if spec.kv_quant_mode is not KVQuantMode.NONE:
+        raise LayoutMismatchError(f"{where} is quantised ({spec.kv_quant_mode.name}); not tried")
+    if window and spec.extra_retained_tokens:
+        raise LayoutMismatchError(f"{where} keeps tokens beyond its window")
+    if window:
+        return GroupShape(f"window{number}", spec.block_size, spec.sliding_window)
+    drafts = isinstance(spec, MLAAttentionSpec) and spec.non_causal_multi_token_decode
+    if spec.non_causal or drafts or spec.attention_chunk_size is not None:
+        raise LayoutMismatchError(f"{where} isn't plain causal attention")
     return GroupShape(f"full{number}", spec.block_size, None)
 
 
@@ -129,6 +173,14 @@ def _span(spec: KVCacheSpec, tensor: KVCacheTensor, place: int, blocks: int) -> 
         block_bytes=spec.page_size_bytes,
         num_blocks=blocks,
     )
+
+
+def _check_shared(
+    name: str, views: Mapping[str, torch.Tensor], spans: Mapping[int, TensorSpan], base: int
+) -> None:
+    """A layer without a tensor of its own must use another one's of its group."""
+    if name in views and views[name].data_ptr() - base not in spans:
+        raise LayoutMismatchError(f"layout: layer {name} has no KV tensor that vLLM describes")
 
 
 def _check_view(name: str, view: torch.Tensor, span: TensorSpan, base: int) -> None:

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvstore import ChunkKeys
+from kvstore_vllm.adapters import AdapterFiles
 
 GroupIDs = tuple[tuple[int | None, ...], ...]
 """Per group of the layout, block IDs in token order; None where there is no block to touch."""
@@ -27,12 +28,13 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Store:
     """Have chunks read from blocks that the scheduler holds until every rank has reported
-    ``number``."""
+    ``number``; not where the files of the ``adapter`` that they were computed with have changed."""
 
     number: int
     request: str
     keys: ChunkKeys
     blocks: GroupIDs
+    adapter: AdapterFiles | None = None
 
 
 @dataclass

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 from vllm.v1.request import Request
 
 from kvstore import Adapter, ChunkKeys, ContentItem, RequestHasher, SchedulerSession
-from kvstore_vllm.adapters import AdapterDigests
+from kvstore_vllm.adapters import ADAPTER_WAIT_S, AdapterFiles, Adapters, UnknownWeightsError
 
+CHECK_S = 0.002
+"""How long a lookup waits for the check of its adapter's files: some 0.1 ms once they are known."""
 READ, WRITE = "kvstore.read", "kvstore.write"
 """Keys of a request's ``kv_transfer_params``: false there opts it out."""
 
@@ -19,8 +23,10 @@ class Tracked:
     """One request. Mutable.
 
     ``stored`` chunks from the start are known to be at the daemon or on their way there.
-    ``offer`` is the hit that vLLM was told of, beyond ``offered_from`` tokens of its own. A
-    request whose load ``failed`` is looked up no more, so that it can't fail for ever.
+    ``offer`` is the hit that vLLM was told of, ``offer_tokens`` beyond ``offered_from`` of its
+    own. A request whose load ``failed`` is looked up no more, so that it can't fail for ever. One
+    with an adapter has ``files`` once ``adapter`` is there, for which its lookups wait until
+    ``waits_until_s``.
     """
 
     request: Request
@@ -30,10 +36,14 @@ class Tracked:
     stored: int = 0
     offer: ChunkKeys | None = None
     offered_from: int = 0
+    offer_tokens: int = 0
     offer_ends_s: float = 0.0
     leased: bool = False
     failed: bool = False
-    items: tuple[ContentItem, ...] = field(default_factory=tuple)
+    items: tuple[ContentItem, ...] = ()
+    adapter: Future[AdapterFiles] | None = None
+    files: AdapterFiles | None = None
+    waits_until_s: float = 0.0
 
     def keys(self) -> ChunkKeys | None:
         """Keys of all full chunks of the tokens so far; None while there are none."""
@@ -43,7 +53,7 @@ class Tracked:
         return keys if keys else None
 
 
-def track(request: Request, reads: bool, writes: bool) -> Tracked | None:
+def track(request: Request, reads: bool, writes: bool, adapters: Adapters) -> Tracked | None:
     """Begin with a request; None for one whose KV isn't named by its tokens, or that opted out."""
     if request.prompt_embeds is not None or request.prompt_is_token_ids is not None:
         return None
@@ -61,21 +71,28 @@ def track(request: Request, reads: bool, writes: bool) -> Tracked | None:
         ContentItem(item.identifier, item.mm_position.offset, item.mm_position.length)
         for item in request.mm_features
     )
-    return Tracked(request, reads, writes, items=items)
+    tracked = Tracked(request, reads, writes, items=items)
+    if request.lora_request is not None:
+        tracked.adapter = adapters.check(request.lora_request)
+        tracked.waits_until_s = time.monotonic() + ADAPTER_WAIT_S
+    return tracked
 
 
-def prepare(tracked: Tracked, session: SchedulerSession, adapters: AdapterDigests) -> bool:
-    """Make the request's hasher if it isn't there yet; False while its adapter's digest is being
-    computed."""
+def prepare(tracked: Tracked, session: SchedulerSession, wait_s: float) -> bool:
+    """Make the request's hasher if it isn't there yet; False while its adapter is being checked.
+    A request whose adapter nobody can tell is cached no more."""
     if tracked.hasher is not None:
         return True
-    request = tracked.request
     adapter: Adapter | None = None
-    if request.lora_request is not None:
-        lora = request.lora_request
-        digest = adapters.digest(lora.lora_int_id, lora.lora_name, lora.lora_path)
-        if digest is None:
+    if tracked.adapter is not None:
+        try:
+            tracked.files = tracked.adapter.result(wait_s)
+        except TimeoutError:
             return False
-        adapter = Adapter(lora.lora_name, digest)
-    tracked.hasher = session.hasher(request.cache_salt or "", adapter, tracked.items)
+        except UnknownWeightsError:
+            tracked.reads = tracked.writes = False
+            return False
+        adapter = Adapter(tracked.files.name, tracked.files.digest)
+    salt = tracked.request.cache_salt or ""
+    tracked.hasher = session.hasher(salt, adapter, tracked.items)
     return True

@@ -31,14 +31,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvstore import HitStatus, LayoutMismatchError, SchedulerSession
-from kvstore_vllm.adapters import AdapterDigests
+from kvstore import ChunkKeys, HitStatus, LayoutMismatchError, LookupResult, SchedulerSession
+from kvstore_vllm.adapters import Adapters
 from kvstore_vllm.config import Settings
 from kvstore_vllm.events import KVEvents
-from kvstore_vllm.layout import GroupShape
+from kvstore_vllm.layout import EngineShape
 from kvstore_vllm.metrics import Counts
 from kvstore_vllm.orders import GroupIDs, Load, Orders, Report, Store
-from kvstore_vllm.requests import Tracked, prepare, track
+from kvstore_vllm.requests import CHECK_S, Tracked, prepare, track
 
 LISTEN_S = 0.25
 """How long an idle vLLM steps on after a transfer, for the daemon to tell what came of it."""
@@ -64,18 +64,17 @@ class SchedulerSide:
         self,
         session: SchedulerSession,
         settings: Settings,
-        groups: tuple[GroupShape, ...],
-        chunk: int,
-        ranks: int,
+        shape: EngineShape,
     ) -> None:
         self.counts = Counts()
         self._session = session
         self._settings = settings
-        self._groups = groups
-        self._chunk = chunk
-        self._ranks = ranks
+        self._groups = shape.groups
+        self._chunk = shape.chunk
+        self._ranks = shape.ranks
+        self._retreat = shape.retreat()
         self._cache: KVCacheManager | None = None
-        self._adapters = AdapterDigests()
+        self._adapters = Adapters()
         self._requests: dict[str, Tracked] = {}
         self._wanted: dict[str, Load | None] = {}
         self._held: dict[int, _Held] = {}
@@ -105,7 +104,7 @@ class SchedulerSide:
 
     def start(self, request: Request) -> None:
         """A request has come."""
-        tracked = track(request, self._settings.read, self._settings.write)
+        tracked = track(request, self._settings.read, self._settings.write, self._adapters)
         if tracked is not None:
             self._requests[request.request_id] = tracked
 
@@ -118,31 +117,33 @@ class SchedulerSide:
         now_s = time.monotonic()
         asked_again = tracked.offer is not None and tracked.offered_from == computed
         if asked_again and tracked.offer is not None and now_s < tracked.offer_ends_s:
-            return len(tracked.offer) * self._chunk - computed
+            return tracked.offer_tokens
         tracked.offer = None
         chunks = (request.num_tokens - 1) // self._chunk
         least = max(1, self._settings.min_hit_tokens)
         if not tracked.reads or tracked.failed or chunks * self._chunk - computed < least:
             return 0
-        if not prepare(tracked, self._session, self._adapters):
-            return 0
+        if not prepare(tracked, self._session, CHECK_S):
+            waits = tracked.reads and now_s < tracked.waits_until_s
+            return None if waits else 0
         keys = tracked.keys()
         if keys is None or keys.tokens_per_chunk != self._chunk:
             return 0
         if self._events is not None:  # so that what the load leads to is told
             self._events.hear(self._session.changes())
-        found = self._session.lookup(request.request_id, keys[:chunks])
+        found = self._look_up(request.request_id, keys[:chunks])
         self.counts.add("lookups", 1)
         self.counts.add("lookup_seconds", time.monotonic() - now_s)
         if found.status is HitStatus.PENDING:
             return None
         tracked.leased = found.status is HitStatus.HIT
         tracked.stored = found.chunks
-        gain = found.chunks * self._chunk - computed
+        gain = found.chunks * self._chunk - self._retreat % self._chunk - computed
         if gain < least:
             self._release(tracked)
             return 0
         tracked.offer, tracked.offered_from = keys[: found.chunks], computed
+        tracked.offer_tokens = gain
         tracked.offer_ends_s = now_s + OFFER_S
         self.counts.add("hits", 1)
         self.counts.add("hit_tokens", gain)
@@ -237,6 +238,17 @@ class SchedulerSide:
 
     # ------------------------------------------------------------ private
 
+    def _look_up(self, name: str, keys: ChunkKeys) -> LookupResult:
+        """The hit, or where its last chunk has to be computed anyway, the hit without: asked for,
+        as its windows must be whole at its end."""
+        found = self._session.lookup(name, keys)
+        if self._retreat < self._chunk or found.status is not HitStatus.HIT:
+            return found
+        if found.chunks < 2:
+            self._session.release(name)
+            return LookupResult(HitStatus.MISS, 0, 0)
+        return self._session.lookup(name, keys[: found.chunks - 1])
+
     def _release(self, tracked: Tracked) -> None:
         tracked.offer = None
         if tracked.leased:
@@ -272,7 +284,7 @@ class SchedulerSide:
         first, last = tracked.stored, tokens // self._chunk
         if last <= first or self._cache is None:
             return None
-        if not prepare(tracked, self._session, self._adapters):
+        if not prepare(tracked, self._session, 0.0):
             return None
         keys = tracked.keys()
         if keys is None or keys.tokens_per_chunk != self._chunk or len(keys) < last:
@@ -295,7 +307,7 @@ class SchedulerSide:
         ids = tuple(
             tuple(None if block is None else block.block_id for block in group) for group in cut
         )
-        return Store(number, request.request_id, keys[first:last], ids)
+        return Store(number, request.request_id, keys[first:last], ids, tracked.files)
 
     def _affordable(self, blocks: Sequence[Sequence[KVCacheBlock]], first: int, last: int) -> int:
         """Up to which chunk the blocks may be held, as many are already."""

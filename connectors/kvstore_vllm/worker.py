@@ -11,17 +11,19 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import get_node_count, get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstore import Client, KVStoreError, LayoutMismatchError, Shard, Ticket, WorkerSession
 from kvstore_vllm.allocation import SharedAllocation
 from kvstore_vllm.config import Settings
-from kvstore_vllm.identity import check_engine, namespace_of
+from kvstore_vllm.identity import check_engine, check_nodes, namespace_of
 from kvstore_vllm.layout import describe, group_shapes, tokens_per_chunk
 from kvstore_vllm.metrics import Counts
 from kvstore_vllm.orders import GroupIDs, Load, Orders, Report, Store
@@ -29,6 +31,11 @@ from kvstore_vllm.orders import GroupIDs, Load, Orders, Report, Store
 IDLE_WAIT_S = 0.005
 """How long a step without anything to compute waits for a transfer, so that the engine's loop
 doesn't spin; a new request waits for that long at most."""
+Guarded = Callable[[str, Callable[[], bool], bool], Any]
+"""Calls something behind the connector's boundary: its name, the call, what an error is answered
+with."""
+SAY_AGAIN_S = 60.0
+SAID_MAX = 64
 _log = logging.getLogger("vllm.kvstore")
 
 
@@ -60,9 +67,10 @@ class WorkerSide:
         self._stores: dict[int, _Open] = {}
         self._ended: list[int] = []
         self._failed: set[str] = set()
-        self._asked: set[str | int] = set()
+        self._unsaved: tuple[Store, ...] = ()
+        self._unasked: list[str] = []
         self._failed_blocks: set[int] = set()
-        self._last_reason = ""
+        self._said: dict[str, float] = {}
 
     def allocation(self) -> SharedAllocation:
         """The context in which vLLM allocates its KV cache."""
@@ -76,32 +84,38 @@ class WorkerSide:
         except KVStoreError as error:
             _log.warning("kvstore: the KV cache isn't registered, so nothing is reused: %s", error)
 
-    def begin(self, orders: Orders) -> None:
+    def begin(self, orders: Orders, guarded: Guarded) -> None:
         """Take one step's orders. What isn't asked for in this step is reported as failed, or as
-        ended, with the step's results."""
-        self._orders = orders
-        self._asked = set()
+        ended. Stores of the step before that nobody asked for (vLLM doesn't end each step where it
+        decodes speculatively) are asked for now: their blocks are held."""
+        self.start_stores(guarded)
+        self._orders, self._unsaved = orders, orders.stores
+        self._unasked = [load.request for load in orders.loads]
         if orders.revision and self._session is not None:
             self._session.set_revision(orders.revision, timeout_s=0.0)
 
-    def start_loads(self, guarded: Callable[..., object]) -> None:
+    def start_loads(self, guarded: Guarded) -> None:
         """Ask for this step's loads."""
-        for load in self._orders.loads:
-            guarded("retrieve", lambda load=load: self._load(load), None)
+        self._unasked = [
+            load.request
+            for load in self._orders.loads
+            if not guarded("retrieve", partial(self._load, load), False)
+        ]
 
-    def start_stores(self, guarded: Callable[..., object]) -> None:
+    def start_stores(self, guarded: Guarded) -> None:
         """Ask for this step's stores: what they read was computed in this step or before."""
-        for store in self._orders.stores:
-            guarded("store", lambda store=store: self._store(store), None)
+        stores, self._unsaved = self._unsaved, ()
+        for store in stores:
+            if not guarded("store", partial(self._store, store), False):
+                self._ended.append(store.number)
 
     def results(self) -> KVConnectorTransferResults:
         """What has ended: each load once, also one that was never asked for."""
-        orders, asked, results = self._orders, self._asked, KVConnectorTransferResults()
+        orders, results = self._orders, KVConnectorTransferResults()
         self._orders = Orders()
-        never = [load.request for load in orders.loads if load.request not in asked]
-        for request in (*never, *orders.lost):
+        for request in (*self._unasked, *orders.lost):
             self._fail(request, results)
-        self._ended += [store.number for store in orders.stores if store.number not in asked]
+        self._unasked = []
         if orders.idle and not results.failed_recving:
             self._wait_a_moment()
         now_s = time.monotonic()
@@ -144,6 +158,7 @@ class WorkerSide:
         if memory is None:
             raise LayoutMismatchError(self._allocation.reason)
         check_engine(self._config)
+        check_nodes(get_node_count())
         shapes = group_shapes(self._kv_config)
         chunk = tokens_per_chunk(shapes, self._settings.tokens_per_chunk)
         layout = describe(self._kv_config, views, self._allocation.base, chunk)
@@ -167,19 +182,25 @@ class WorkerSide:
         )  # fmt: skip
         return session
 
-    def _load(self, load: Load) -> None:
-        if self._session is not None:
-            blocks = self._named(load.blocks)
-            ticket = self._session.retrieve(load.request, load.keys, blocks)
-            self._loads[load.request] = _opened(ticket, self._settings.load_timeout_s)
-            self._asked.add(load.request)
+    def _load(self, load: Load) -> bool:
+        """Ask for a load; tells whether it was."""
+        if self._session is None:
+            return False
+        ticket = self._session.retrieve(load.request, load.keys, self._named(load.blocks))
+        self._loads[load.request] = _opened(ticket, self._settings.load_timeout_s)
+        return True
 
-    def _store(self, store: Store) -> None:
-        if self._session is not None:
-            blocks = self._named(store.blocks)
-            ticket = self._session.store(store.request, store.keys, blocks)
-            self._stores[store.number] = _opened(ticket, self._settings.store_timeout_s)
-            self._asked.add(store.number)
+    def _store(self, store: Store) -> bool:
+        """Ask for a store; tells whether it was."""
+        if self._session is None:
+            return False
+        if store.adapter is not None and not store.adapter.unchanged():
+            self.counts.add("dropped_chunks", len(store.keys))
+            self._say(f"nothing more of adapter {store.adapter.name} is stored: its files changed")
+            return False
+        ticket = self._session.store(store.request, store.keys, self._named(store.blocks))
+        self._stores[store.number] = _opened(ticket, self._settings.store_timeout_s)
+        return True
 
     def _named(self, blocks: GroupIDs) -> dict[str, tuple[int | None, ...]]:
         return dict(zip(self._names, blocks, strict=True))
@@ -215,9 +236,8 @@ class WorkerSide:
         self.counts.add("loaded_chunks", 0 if outcome is None else outcome.leading_chunks)
         failed = {} if outcome is None else outcome.failed_blocks
         reason = "" if outcome is None else outcome.reason
-        if reason and reason != self._last_reason:
-            self._last_reason = reason
-            _log.warning("kvstore: loads fail, vLLM computes instead: %s", reason)
+        if reason:
+            self._say(f"loads fail, vLLM computes instead: {reason}")
         if len(self._names) == 1 and failed:
             self._failed_blocks.update(failed[self._names[0]])
             self._failed.add(request)
@@ -225,6 +245,15 @@ class WorkerSide:
             results.finished_recving.add(request)
         else:
             self._fail(request, results)
+
+    def _say(self, text: str) -> None:
+        """Say why something isn't reused, once in SAY_AGAIN_S."""
+        now_s = time.monotonic()
+        if now_s >= self._said.get(text, 0.0):
+            if len(self._said) >= SAID_MAX:
+                self._said.clear()
+            self._said[text] = now_s + SAY_AGAIN_S
+            _log.warning("kvstore: %s", text)
 
     def _fail(self, request: str, results: KVConnectorTransferResults) -> None:
         """Report a load as failed as a whole: vLLM computes all of the request."""

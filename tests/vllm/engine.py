@@ -131,14 +131,6 @@ class Engine:
         self.engine.abort_request([name])
         return {"hits": hits}
 
-    def digested(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Wait until the connector knows an adapter's digest."""
-        name, number, path = line["adapter"]
-        adapters = self.scheduler.connector._scheduler._adapters
-        adapters.digest(number, name, path)
-        adapters._entries[number, name, path].digest.result(180)
-        return {}
-
     def reset(self, line: dict[str, Any]) -> dict[str, Any]:
         """Drop vLLM's own prefix cache."""
         return {"done": bool(self.llm.reset_prefix_cache())}

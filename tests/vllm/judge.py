@@ -5,6 +5,8 @@ Prints one line a kind: its groups' windows, or why it is refused.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from kvstore_vllm.layout import describe, group_shapes, tokens_per_chunk
 from vllm.v1.kv_cache_interface import (
@@ -14,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
+    KVQuantMode,
     MambaSpec,
     SlidingWindowSpec,
 )
@@ -25,9 +28,12 @@ PAGE = 16 * 2 * 2 * 8 * 4
 BLOCKS = 4
 
 
-def config(*specs: KVCacheSpec, drafts: bool = False) -> KVCacheConfig:
+def config(*specs: KVCacheSpec, drafts: bool = False, transfer: bool = True) -> KVCacheConfig:
     """A configuration of one layer a group, each with a span of its own."""
-    groups = [KVCacheGroupSpec([f"layer{n}"], spec, drafts) for n, spec in enumerate(specs)]
+    groups = [
+        KVCacheGroupSpec([f"layer{n}"], spec, drafts, enable_kv_transfer=transfer)
+        for n, spec in enumerate(specs)
+    ]
     size = len(specs) * BLOCKS * PAGE
     tensors = [
         KVCacheTensor(size, [f"layer{n}"], BLOCKS * PAGE, PAGE, n * BLOCKS * PAGE)
@@ -62,6 +68,8 @@ def main() -> None:
     full, window = FullAttentionSpec(**SIZES), SlidingWindowSpec(**SIZES, sliding_window=64)
     judge("hybrid", config(full, window))
     judge("drafts", config(full, drafts=True))
+    judge("quantised", config(replace(full, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)))
+    judge("ephemeral", config(full, transfer=False))
     judge("recurrent", config(full, MambaSpec(16, shapes=((2, 2),), dtypes=(torch.float32,))))
     judge("local", config(ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)))
     judge("none", KVCacheConfig(BLOCKS, [], []))

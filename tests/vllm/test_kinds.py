@@ -86,38 +86,51 @@ def test_latent_attention_that_vllm_cannot_continue_is_refused(
 def test_adapters_are_their_name_and_their_weights(
     start_daemon: StartDaemon, start_engine: StartEngine, private_folder: Path
 ) -> None:
-    """What was stored with an adapter is hit with it alone, in another engine too, whatever number
-    vLLM gives it there; not without it, and not with other weights under its name. Field cases 7
-    and 8."""
+    """What is stored with an adapter, by its first request too, is hit with it alone, by the first
+    request in another engine, whatever number vLLM gives it there; not without it, and not with
+    other weights under its name. Once its files have changed under a running engine, nothing of it
+    is reused or stored there: vLLM has the former weights, and once it has read the new ones, its
+    own prefix cache takes both for the same. Field cases 7 and 8."""
     daemon = start_daemon(**BIG)
-    first, second = (tiny("adapter", private_folder, seed) for seed in (1, 2))
+    first, second, third = (tiny("adapter", private_folder, seed) for seed in (1, 2, 3))
     options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
     engine = start_engine({"socket": daemon.socket}, engine=options)
+    assert engine.call("wait_ready")["ready"]
     text = prompt("adapters", 15)
-    base = engine.run({"prompt": text})[0]
-    engine.run({"prompt": prompt("warm up", 2), "adapter": ["a", 1, first], "max_tokens": 1})
-    engine.call("digested", adapter=["a", 1, first])
-    engine.fresh()
+    full = whole(engine, text)
     cold = engine.run({"prompt": text, "adapter": ["a", 1, first]})[0]
     engine.fresh()
     again = engine.run({"prompt": text, "adapter": ["a", 1, first]})[0]
+    engine.fresh()
+    base = engine.run({"prompt": text})[0]
     assert base["tokens"] != cold["tokens"] == again["tokens"]
-    full = whole(engine, text)
-    assert (cold["cached"], again["cached"]) == (0, full)
+    assert [r["cached"] for r in (cold, again, base)] == [0, full, 0]
     engine.close()
     engine = start_engine({"socket": daemon.socket}, engine=options)
-    for number, folder in ((5, first), (6, second)):
-        adapter = ["a", number, folder]
-        engine.run({"prompt": prompt("warm up", 2), "adapter": adapter, "max_tokens": 1})
-        engine.call("digested", adapter=adapter)
+    assert engine.call("wait_ready")["ready"]
     other = engine.run({"prompt": text, "adapter": ["a", 6, second]})[0]
     same = engine.run({"prompt": text, "adapter": ["a", 5, first]})[0]
     assert (other["cached"], same["cached"]) == (0, full)
     assert same["tokens"] == cold["tokens"] != other["tokens"]
+    engine.fresh()
+    weights = Path(first) / "adapter_model.safetensors"
+    weights.write_bytes((Path(third) / weights.name).read_bytes())
+    for _ in range(2):
+        engine.fresh()
+        changed = engine.run({"prompt": text, "adapter": ["a", 5, first]})[0]
+        assert (changed["cached"], changed["tokens"]) == (0, cold["tokens"])
+    assert len(engine.lines("nothing of adapter a is reused: its files have changed")) == 1
+    engine.run({"prompt": text, "adapter": ["a", 7, first]})
+    assert len(engine.lines("vLLM has had other weights from its folder before")) == 1
+    engine.fresh()
+    new = engine.run({"prompt": text, "adapter": ["a", 8, third]})[0]
+    assert new["cached"] == 0
+    status = engine.call("status")
+    assert (status["errors"], status["held"]) == (0, 0)
 
 
 def test_kinds_that_are_not_known_are_refused_by_name() -> None:
-    """Recurrent state, draft layers and local attention aren't guessed at, nor is memory that isn't
+    """Recurrent state, quantised KV and local attention aren't guessed at, nor is memory that isn't
     as vLLM describes it: each is refused in one line that says why. Field case 35."""
     done = subprocess.run(
         [PYTHON, "-m", "tests.vllm.judge"],
@@ -127,7 +140,9 @@ def test_kinds_that_are_not_known_are_refused_by_name() -> None:
     assert done.returncode == 0, done.stderr
     said = dict(line.split(": ", 1) for line in done.stdout.splitlines())
     assert said["hybrid"] == "[(16, None), (16, 64)]"
-    assert "draft model" in said["drafts"]
+    assert said["drafts"] == "[(16, None)]"
+    assert "group 0 is quantised (INT8_PER_TOKEN_HEAD)" in said["quantised"]
+    assert "vLLM's own" in said["ephemeral"]
     assert "group 1 is MambaSpec; supported are" in said["recurrent"]
     assert "ChunkedLocalAttentionSpec" in said["local"]
     assert "no KV cache" in said["none"]

@@ -1,0 +1,364 @@
+"""The connector's parts against vLLM's own objects, without an engine: run with the Python of an
+environment that has vLLM, by tests/vllm/test_inside.py.
+
+Each function ``check_...`` is one check; each is run and printed as ``name: ok`` or with its error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
+
+import torch
+from kvstore_vllm.drafts import Drafting, drafting
+from kvstore_vllm.events import KVEvents
+from kvstore_vllm.identity import check_engine, check_nodes, config_digest
+from kvstore_vllm.layout import EngineShape, GroupShape, describe, group_shapes, tokens_per_chunk
+from vllm.config import VllmConfig
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_configs,
+    get_request_block_hasher,
+    init_none_hash,
+)
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request
+
+from kvstore import (
+    ChunkChange,
+    ChunkChanges,
+    Layout,
+    LayoutMismatchError,
+    Namespace,
+    Shard,
+    TierName,
+)
+from kvstore.core.keys import ChunkKeys, KeyContext, namespace_digest, prefix_keys
+
+MODEL = sys.argv[1]
+KV: dict[str, Any] = {
+    "block_size": 32, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32,
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    "block_size": 32, "num_kv_heads": 1, "head_size": 576, "dtype": torch.float32,
+    "max_tp_shards": 1,
+}  # fmt: skip
+MEMORY = 64 << 20
+
+
+def engine(ranks: int = 1, stages: int = 1, **options: Any) -> VllmConfig:
+    """vLLM's configuration of an engine of so many ranks. (The model has 9 heads, so the number of
+    its ranks is set behind vLLM's check.)"""
+    arguments = {"dtype": "float32", "max_model_len": 2048, "enforce_eager": True} | options
+    config = EngineArgs(model=MODEL, **arguments).create_engine_config()
+    config.parallel_config.tensor_parallel_size = ranks
+    config.parallel_config.pipeline_parallel_size = stages
+    config.cache_config.kv_cache_layout = "LBHNC"
+    return config
+
+
+def configs(config: VllmConfig, *ranks: dict[str, KVCacheSpec]) -> list[KVCacheConfig]:
+    """What vLLM tells each rank of its KV cache, one entry a worker."""
+    found: list[KVCacheConfig] = get_kv_cache_configs(config, list(ranks), [MEMORY] * len(ranks))
+    return found
+
+
+def layout(config: KVCacheConfig) -> Layout:
+    """What the connector registers of it, from views like those of vLLM's layers."""
+    size = max(tensor.size + tensor.offset for tensor in config.kv_cache_tensors)
+    memory = torch.zeros(size, dtype=torch.int8)
+    views = {}
+    for group in config.kv_cache_groups:
+        for tensor in config.kv_cache_tensors:
+            for place, name in enumerate(tensor.layers):
+                spec = group.kv_cache_spec
+                spec = getattr(spec, "kv_cache_specs", {}).get(name, spec)
+                if name in group.layer_names:
+                    where = tensor.offset + place * tensor.layer_stride
+                    shape = (config.num_blocks_of(tensor), spec.page_size_bytes // 4)
+                    views[name] = torch.as_strided(
+                        memory.view(torch.float32), shape, (tensor.block_stride // 4, 1), where // 4
+                    )
+    chunk = tokens_per_chunk(group_shapes(config), 0)
+    found = describe(config, views, memory.data_ptr(), chunk)
+    found.validate(memory.numel())
+    return found
+
+
+def refused(call: Callable[[], object]) -> str:
+    """Why a call is refused, which must be one line."""
+    said = ""
+    try:
+        call()
+    except LayoutMismatchError as error:
+        said = str(error)
+    assert said, "it isn't refused"
+    assert "\n" not in said
+    return said
+
+
+# ---------------------------------------------------------------- layouts and shards
+
+
+def check_a_latent_is_one_tensor_a_layer_and_stored_once_for_all_ranks() -> None:
+    """MLA keeps one latent a token: no K beside a V, and no share of it for each tensor-parallel
+    rank. All ranks name the same shard."""
+    config = engine(ranks=2)
+    ranks = configs(config, *2 * [{f"layer{n}": MLAAttentionSpec(**LATENT) for n in range(3)}])
+    for rank in ranks:
+        found = layout(rank)
+        assert [len(group.tensors) for group in found.groups] == [3]
+        assert {span.block_bytes for span in found.groups[0].tensors} == {32 * 576 * 4}
+        assert (found.groups[0].tokens_per_block, found.groups[0].window) == (32, None)
+    shards = [Shard(rank, 2, 0, 1, ranks[rank].kv_tp_replicas) for rank in range(2)]
+    assert [(shard.index(), shard.count(), shard.ranks()) for shard in shards] == [(0, 1, 2)] * 2
+
+
+def check_a_latent_beside_an_index_cache_is_two_groups_or_one() -> None:
+    """Sparse MLA keeps an index of another size beside its latent: all of it is registered."""
+    both = {"attn": MLAAttentionSpec(**LATENT),
+            "index": MLAAttentionSpec(**(LATENT | {"head_size": 144}))}  # fmt: skip
+    (config,) = configs(engine(), both)
+    spans = [span.block_bytes for group in layout(config).groups for span in group.tensors]
+    assert sorted(spans) == [32 * 144 * 4, 32 * 576 * 4] or spans == [32 * 576 * 4] * 2, spans
+
+
+def check_replicated_heads_are_stored_once() -> None:
+    """Four ranks of a model with two KV heads: two hold the same, and count as one shard."""
+    config = engine(ranks=4)
+    spec = FullAttentionSpec(**(KV | {"num_kv_heads": 1}), max_tp_shards=2)
+    ranks = configs(config, *4 * [{"layer0": spec, "layer1": spec}])
+    assert [rank.kv_tp_replicas for rank in ranks] == [2] * 4
+    shards = [Shard(rank, 4, 0, 1, 2) for rank in range(4)]
+    assert [shard.index() for shard in shards] == [0, 0, 1, 1]
+    assert len({layout(rank).fingerprint() for rank in ranks}) == 1
+
+
+def check_pipeline_stages_register_their_own_layers() -> None:
+    """Two stages with three layers and two: each its own, and a chunk has a part of each. Another
+    split is another namespace."""
+    config, spec = engine(stages=2), FullAttentionSpec(**KV)
+
+    def digest(first: int) -> tuple[bytes, list[int]]:
+        stages = [range(first), range(first, 5)]
+        ranks = configs(config, *[{f"layer{n}": spec for n in stage} for stage in stages])
+        for rank, stage in zip(ranks, stages, strict=True):
+            assert rank.kv_cache_groups[0].layer_names == [f"layer{n}" for n in stage]
+        found = [layout(rank) for rank in ranks]
+        shards = [Shard(0, 1, rank, 2, ranks[rank].kv_tp_replicas) for rank in range(2)]
+        assert [(s.index(), s.count()) for s in shards] == [(0, 2), (1, 2)]
+        prints = [each.fingerprint() for each in found]
+        space = Namespace("m", "r", "f")
+        name = namespace_digest(space, "float32", found[0].tokens_per_chunk, shards[0], prints)
+        return name, [len(each.groups[0].tensors) for each in found]
+
+    name, tensors = digest(3)
+    assert tensors == [3, 2]
+    assert digest(3)[0] == name != digest(2)[0]
+
+
+def check_a_stage_without_a_kind_of_layer_is_refused() -> None:
+    """A stage without sliding windows, while others have some, can't tell whether one is whole."""
+    config = engine(stages=2)
+    full, window = FullAttentionSpec(**KV), SlidingWindowSpec(**KV, sliding_window=64)
+    fulls = [{f"full{n}": full for n in stage} for stage in (range(3), range(3, 6))]
+    first, second = configs(config, fulls[0] | {f"w{n}": window for n in range(5)}, fulls[1])
+    assert [len(group.tensors) for group in layout(first).groups] == [3, 5]
+    said = refused(lambda: layout(second))
+    assert said.startswith("layout: this pipeline stage has no layer of KV cache group window1")
+
+
+def check_engines_across_nodes_are_refused() -> None:
+    """By vLLM's configuration, and by what its workers find out about one another."""
+    config = engine()
+    check_engine(config)
+    config.parallel_config.nnodes = 2
+    for said in (refused(lambda: check_engine(config)), refused(lambda: check_nodes(2))):
+        assert said == "engine: it spans 2 nodes; this version serves engines on one"
+    check_nodes(1)
+
+
+def check_a_layer_that_shares_another_ones_kv_adds_nothing() -> None:
+    """Layers without a tensor of their own are known by that of their group which they use."""
+    (config,) = configs(engine(), {"a": FullAttentionSpec(**KV)})
+    before = layout(config)
+    group = config.kv_cache_groups[0]
+    shared = KVCacheGroupSpec([*group.layer_names, "b"], group.kv_cache_spec)
+    assert layout(replace(config, kv_cache_groups=[shared])) == before
+
+
+# ---------------------------------------------------------------- speculative decoding
+
+
+def check_a_drafter_is_part_of_the_namespace_and_leaves_a_block_to_compute() -> None:
+    """Drafters without KV change nothing; one with KV is another namespace, as its KV is stored
+    with the target's. Where its KV depends on the next token the last block of a hit is computed;
+    beside windows, which are whole at a chunk's end only, the last chunk."""
+    plain = engine()
+    ngram = engine(speculative_config={"method": "ngram", "num_speculative_tokens": 2,
+                                       "prompt_lookup_max": 3})  # fmt: skip
+    model = engine(speculative_config={"method": "draft_model", "model": MODEL,
+                                       "num_speculative_tokens": 2})  # fmt: skip
+    assert drafting(plain) == drafting(ngram) == Drafting()
+    assert drafting(model) == Drafting(keeps_kv=True, reads_ahead=False)
+    assert config_digest(plain) == config_digest(ngram) != config_digest(model)
+    model.speculative_config.method = "eagle3"
+    assert drafting(model) == Drafting(keeps_kv=True, reads_ahead=True)
+    full, window = GroupShape("full", 16, None), GroupShape("window", 16, 64)
+    ahead = Drafting(keeps_kv=True, reads_ahead=True)
+    assert EngineShape((full,), 128, 1, drafting(plain)).retreat() == 0
+    assert EngineShape((full,), 128, 1, ahead).retreat() == 16
+    assert EngineShape((full, window), 128, 1, ahead).retreat() == 128
+    model.speculative_config.method = "dflash"
+    assert "speculative method dflash" in refused(lambda: check_engine(model))
+    model.speculative_config.method = "eagle"
+    model.speculative_config.draft_parallel_config.tensor_parallel_size = 3
+    assert "3 tensor-parallel ranks" in refused(lambda: check_engine(model))
+
+
+# ---------------------------------------------------------------- KV events
+
+
+def request(name: str, **options: Any) -> Request:
+    """A request of 200 tokens, as vLLM's scheduler has it."""
+    init_none_hash(sha256)
+    tokens = [(7 * n) % 1000 for n in range(200)]
+    sampling = SamplingParams(max_tokens=1)
+    return Request(name, tokens, sampling, None, block_hasher=get_request_block_hasher(16, sha256),
+                   **options)  # fmt: skip
+
+
+def own_events(asked: Request, size: int, group: int) -> list[BlockStored]:
+    """What vLLM says of its own blocks when it has computed the request."""
+    pool = BlockPool(64, True, 16, enable_kv_cache_events=True)
+    blocks = pool.get_new_blocks(192 // size)
+    pool.cache_full_blocks(asked, blocks, 0, 192 // size, size, group)
+    return list(pool.take_events())
+
+
+def check_events_name_blocks_as_vllm_does() -> None:
+    """Hashes, parents, tokens, adapter, salt and images of each chunk's blocks are those that vLLM
+    publishes of its own, for groups of other block sizes too; windows aren't told of."""
+    image = MultiModalFeatureSpec(None, "image", "picture", PlaceholderRange(20, 30))
+    options: list[dict[str, Any]] = [
+        {},
+        {"cache_salt": "salt"},
+        {"lora_request": LoRARequest("a", 3, "/adapters/a")},
+        {"mm_features": [image], "cache_salt": "salt"},
+    ]
+    specs = [FullAttentionSpec(**(KV | {"block_size": 16})),
+             SlidingWindowSpec(**(KV | {"block_size": 16}), sliding_window=64),
+             FullAttentionSpec(**KV)]  # fmt: skip
+    groups = [KVCacheGroupSpec([f"l{n}"], spec) for n, spec in enumerate(specs)]
+    config = KVCacheConfig(64, [], groups)
+    for number, option in enumerate(options):
+        asked = request(f"r{number}", **option)
+        events = KVEvents(config, group_shapes(config), 64, 16)
+        keys = keys_of(asked)
+        events.know(asked, keys[:2])
+        events.know(asked, keys[2:])
+        told = told_of(keys, TierName.HOST, True)
+        events.hear(ChunkChanges(told))
+        found = events.take()
+        for group, size in ((0, 16), (2, 32)):
+            (wanted,) = own_events(asked, size, group)
+            mine = [e for e in found if e.group_idx == group]
+            assert len(mine) == 3
+            assert [h for e in mine for h in e.block_hashes] == wanted.block_hashes
+            assert [t for e in mine for t in e.token_ids] == list(wanted.token_ids)
+            assert [k for e in mine for k in e.extra_keys or ()] == wanted.extra_keys
+            parents = [None] + [e.block_hashes[-1] for e in mine[:-1]]
+            assert [e.parent_block_hash for e in mine] == parents
+            for event in mine:
+                assert event.block_size == size == wanted.block_size
+                assert (event.lora_id, event.lora_name) == (wanted.lora_id, wanted.lora_name)
+                assert event.medium == "CPU"
+        assert {e.group_idx for e in found} == {0, 2}
+
+
+def check_what_was_announced_is_taken_back() -> None:
+    """By tier, once; nothing that wasn't announced; on a resync, and when too much is remembered,
+    all of it."""
+    config = KVCacheConfig(64, [], [KVCacheGroupSpec(["l"], FullAttentionSpec(**KV))])
+    events = KVEvents(config, group_shapes(config), 64, 16)
+    asked = request("r")
+    keys = keys_of(asked)
+    events.hear(ChunkChanges(told_of(keys, TierName.NVME, True)))
+    assert events.take() == []
+    events.know(asked, keys)
+    for tier in TierName:
+        events.hear(ChunkChanges(told_of(keys, tier, True)))
+        events.hear(ChunkChanges(told_of(keys, tier, True)))
+    stored = events.take()
+    assert [type(e) for e in stored] == [BlockStored] * 6
+    hashes = [h for e in stored[:3] for h in e.block_hashes]
+    for _ in range(2):
+        events.hear(ChunkChanges(told_of(keys[1:2], TierName.NVME, False)))
+    (gone,) = events.take()
+    assert (gone.block_hashes, gone.medium, gone.group_idx) == (hashes[2:4], "STORAGE", 0)
+    events.hear(ChunkChanges(resync=True))
+    everything = events.take()
+    assert all(type(e) is BlockRemoved for e in everything)
+    assert {e.medium: sorted(e.block_hashes) for e in everything} == {
+        "CPU": sorted(hashes), "STORAGE": sorted(hashes[:2] + hashes[4:]),
+    }  # fmt: skip
+    events.hear(ChunkChanges(resync=True))
+    assert events.take() == []
+    events.hear(ChunkChanges(told_of(keys, TierName.HOST, True)))
+    assert len(events.take()) == 3
+    import kvstore_vllm.events as module
+
+    module.CHUNKS_MAX = 3
+    other = request("other", cache_salt="other")
+    events.know(other, keys_of(other)[:1])
+    (forgotten,) = events.take()
+    assert type(forgotten) is BlockRemoved
+    assert forgotten.block_hashes == hashes[:2]
+
+
+def keys_of(asked: Request) -> ChunkKeys:
+    """Keys of its three chunks of 64 tokens."""
+    salt = asked.cache_salt or ""
+    return prefix_keys(b"d" * 32, 64, list(asked.all_token_ids), KeyContext(salt, None, ()))
+
+
+def told_of(keys: ChunkKeys, tier: TierName, present: bool) -> tuple[ChunkChange, ...]:
+    """The same of each."""
+    return tuple(ChunkChange(key, tier, present) for key in keys)
+
+
+def main() -> None:
+    """Run all."""
+    said = {}
+    for name, check in list(globals().items()):
+        if name.startswith("check_") and getattr(check, "__module__", "") == "__main__":
+            try:
+                check()
+                said[name] = "ok"
+            except Exception:  # noqa: BLE001
+                said[name] = traceback.format_exc()
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()
