@@ -29,7 +29,8 @@ class Lease:
     """One request's lease: ``chunks`` of ``keys`` are promised by ``pins`` until ``deadline_s``.
 
     ``keys`` are those of the hit only. ``asked`` names the keys of the lookup: their number and the
-    last one, which covers all before it.
+    last one, which covers all before it. An ``early`` one was taken while a scan went on: more may
+    have been found since, so it doesn't fix the answer, until a retrieve has failed.
     """
 
     asked: tuple[int, bytes]
@@ -39,6 +40,7 @@ class Lease:
     deadline_s: float
     request: str = ""
     siblings: dict[str, Lease] = field(default_factory=dict)
+    early: bool = False
 
     def holds(self) -> bool:
         """Whether everything that it promised is still there."""
@@ -62,7 +64,7 @@ class Leases:
     def renew(self, engine: EngineKey, request: str, keys: bytes, now: float) -> Lease | None:
         """The request's lease, prolonged, if it is for the same keys and still holds."""
         lease = self._find(engine, request)
-        if lease is None or lease.asked != asked(keys) or not lease.holds():
+        if lease is None or lease.early or lease.asked != asked(keys) or not lease.holds():
             return None
         lease.deadline_s = now + self.lease_s
         self._order.move_to_end(lease)
@@ -91,6 +93,7 @@ class Leases:
         while place >= 0 and place % KEY_BYTES:
             place = lease.keys.find(key, place + 1)
         if place >= 0:
+            lease.early = False
             lease.chunks = min(lease.chunks, place // KEY_BYTES)
 
     def release(self, engine: EngineKey, request: str) -> None:

@@ -274,6 +274,7 @@ class Service:
             return
         keys, deadline_s = message.keys, self._state.now + leases.lease_s
         lease = Lease(asked(keys), keys[: chunks * KEY_BYTES], chunks, pins, deadline_s)
+        lease.early = any(tree.scanning for tree in self._state.directory.trees())
         leases.take(engine.key, message.request, lease)
 
     # ------------------------------------------------------------ other events

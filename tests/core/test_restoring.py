@@ -10,6 +10,7 @@ from kvstore.core.keys import NO_PARENT
 from kvstore.core.limits import Limits, TierLimits
 from kvstore.core.messages import (
     MoveKind,
+    MoveStatus,
     Place,
     ScanDone,
     ScannedSlot,
@@ -55,6 +56,25 @@ def test_hits_grow_while_the_scan_goes_on() -> None:
     driver.event(ScanDone(NVME))
     assert not driver.tier(NVME).scanning
     assert engine.peek(keys) == 4
+
+
+def test_a_request_that_asks_again_during_the_scan_gets_what_was_found_since() -> None:
+    """Its lease doesn't hold it to the shorter answer; once a retrieve has failed, the cut one
+    stands."""
+    disk, _ = first_life()
+    driver, engine = second_life(disk)
+    keys = engine.chain(4)
+    by_depth = sorted(disk.found(), key=lambda slot: slot.header.depth if slot.header else 0)
+    driver.scan_batch(by_depth[:2])
+    assert engine.lookup(keys) == 2
+    driver.scan_batch(by_depth[2:3])
+    assert engine.lookup(keys) == 3
+    driver.scanned(by_depth[3:])
+    assert engine.lookup(keys) == 4
+    engine.retrieve(keys)
+    driver.end(driver.waiting(MoveKind.READ)[1], MoveStatus.FAILED)
+    driver.run()
+    assert engine.lookup(keys) == 1
 
 
 def test_a_chunk_found_by_the_scan_is_retrieved_while_it_goes_on() -> None:
