@@ -118,6 +118,7 @@ class WorkerSide:
         self._unasked = []
         if orders.idle and not results.failed_recving:
             self._wait_a_moment()
+        self._take_in()
         now_s = time.monotonic()
         for request, load in list(self._loads.items()):
             if self._is_over(load, now_s):
@@ -213,9 +214,17 @@ class WorkerSide:
         else:
             time.sleep(IDLE_WAIT_S)
 
+    def _take_in(self) -> None:
+        """Take in what the daemon has said: looking after the oldest transfer settles all that have
+        ended on its connection, the next one's turn comes when it has ended."""
+        for transfers in (self._loads, self._stores):
+            for oldest in transfers.values():
+                if not oldest.ticket.done():
+                    break
+
     def _is_over(self, transfer: _Open, now_s: float) -> bool:
         """Whether the blocks have come back; past the deadline it is asked to stop, once."""
-        if transfer.ticket.done():
+        if transfer.ticket.settled:
             return True
         if now_s >= transfer.deadline_s and not transfer.cancelled:
             transfer.cancelled = True

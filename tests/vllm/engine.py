@@ -60,7 +60,7 @@ class Engine:
         ended: dict[str, Any] = {}
         aborts = {n: r["abort_at"] for n, r in zip(names, line["requests"], strict=True)
                   if "abort_at" in r}  # fmt: skip
-        preemptions = used = step = 0
+        preemptions = used = step = decoded = 0
         started_s = time.monotonic()
         first_s: dict[str, float] = {}
         signals = Signals(line.get("signals", ()), self._worker_session())
@@ -73,7 +73,9 @@ class Engine:
                 ended[name] = {"text": None, "tokens": [], "cached": None}
             if len(ended) == len(names):
                 break
-            for output in self.engine.step():
+            outputs = self.engine.step()
+            decoded += bool(outputs)
+            for output in outputs:
                 first_s.setdefault(output.request_id, time.monotonic() - started_s)
                 if output.finished:
                     ended[output.request_id] = {
@@ -89,8 +91,9 @@ class Engine:
         signals.close()
         found = [ended[name] | {"first_s": first_s.get(name)} for name in names]
         seconds = time.monotonic() - started_s
-        return {"results": found, "preemptions": preemptions, "steps": step, "seconds": seconds,
-                "unsent": len(signals.waiting), "blocks_used_max": used}  # fmt: skip
+        return {"results": found, "preemptions": preemptions, "steps": step, "decoded": decoded,
+                "seconds": seconds, "unsent": len(signals.waiting),
+                "blocks_used_max": used}  # fmt: skip
 
     def settle(self, line: dict[str, Any]) -> dict[str, Any]:
         """Step until nothing is left to do."""
