@@ -52,15 +52,16 @@ def check_engine(config: VllmConfig) -> None:
     drafting(config)
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise LayoutMismatchError("engine: context parallelism isn't supported")
-    if parallel.nnodes > 1:
-        raise LayoutMismatchError(_nodes(parallel.nnodes))
+    check_nodes(parallel.nnodes_within_dp)
 
 
 def check_nodes(nodes: int) -> None:
-    """Raise LayoutMismatchError where the engine's workers, once they know one another, turn out to
-    be on several nodes (as with Ray, which the configuration doesn't tell)."""
+    """Raise LayoutMismatchError for an engine on several nodes: by its configuration, or as its
+    workers find out (with Ray, which the configuration doesn't tell)."""
     if nodes > 1:
-        raise LayoutMismatchError(_nodes(nodes))
+        raise LayoutMismatchError(
+            f"engine: it spans {nodes} nodes; this version serves engines on one"
+        )
 
 
 def config_digest(config: VllmConfig) -> str:
@@ -132,10 +133,6 @@ def _why_off(config: VllmConfig) -> str:
             "without one"
         )
     return "by its user, or for a model that it can't do it for"
-
-
-def _nodes(count: int) -> str:
-    return f"engine: it spans {count} nodes; this version serves engines on one"
 
 
 def _draft_weights(config: VllmConfig) -> str:

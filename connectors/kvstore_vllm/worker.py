@@ -159,7 +159,8 @@ class WorkerSide:
         if memory is None:
             raise LayoutMismatchError(self._allocation.reason)
         check_engine(self._config)
-        check_nodes(get_node_count())
+        if self._config.parallel_config.data_parallel_size == 1:
+            check_nodes(get_node_count())
         shapes = group_shapes(self._kv_config)
         chunk = tokens_per_chunk(shapes, self._settings.tokens_per_chunk)
         layout = describe(self._kv_config, views, self._allocation.base, chunk)
@@ -294,5 +295,5 @@ def shard_of(config: VllmConfig, kv_config: KVCacheConfig) -> Shard:
         pp_rank=get_pp_group().rank_in_group,
         pp_size=parallel.pipeline_parallel_size,
         replicas=kv_config.kv_tp_replicas,
-        nodes=parallel.nnodes,
+        nodes=parallel.nnodes_within_dp,
     )
