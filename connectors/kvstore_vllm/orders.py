@@ -40,13 +40,15 @@ class Store:
 @dataclass
 class Orders(KVConnectorMetadata):  # type: ignore[misc]
     """One step's orders. ``lost`` are requests whose load couldn't be ordered and must be reported
-    as failed. ``idle``: the step computes nothing, so the worker may wait a moment. ``revision``,
-    if any, names the weights from now on."""
+    as failed. ``idle``: the step computes nothing, so the worker may wait a moment for a transfer;
+    ``listens``: for something that only the scheduler's side hears of, too. ``revision``, if any,
+    names the weights from now on."""
 
     loads: tuple[Load, ...] = ()
     stores: tuple[Store, ...] = ()
     lost: tuple[str, ...] = ()
     idle: bool = False
+    listens: bool = False
     revision: str = ""
 
 

@@ -83,6 +83,7 @@ class SchedulerSide:
         self._revision = ""
         self._events: KVEvents | None = None
         self._listen_until_s = 0.0
+        self._checking = False
 
     def bind(self, cache: KVCacheManager) -> None:
         """vLLM's cache manager, which knows each request's blocks."""
@@ -125,6 +126,7 @@ class SchedulerSide:
             return 0
         if not prepare(tracked, self._session, CHECK_S):
             waits = tracked.reads and now_s < tracked.waits_until_s
+            self._checking = self._checking or waits
             return None if waits else 0
         keys = tracked.keys()
         if keys is None or keys.tokens_per_chunk != self._chunk:
@@ -185,7 +187,9 @@ class SchedulerSide:
                     stores.append(store)
         revision, self._revision = self._revision, ""
         idle = not output.num_scheduled_tokens
-        return Orders(loads, tuple(stores), lost, idle, revision)
+        listens = idle and (self._checking or time.monotonic() < self._listen_until_s)
+        self._checking = False
+        return Orders(loads, tuple(stores), lost, idle, listens, revision)
 
     def given_up(self) -> Orders:
         """Orders for when ``orders`` failed: all that vLLM waits for is lost, so it goes on."""

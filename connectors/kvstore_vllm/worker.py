@@ -117,7 +117,7 @@ class WorkerSide:
             self._fail(request, results)
         self._unasked = []
         if orders.idle and not results.failed_recving:
-            self._wait_a_moment()
+            self._wait_a_moment(orders.listens)
         self._take_in()
         now_s = time.monotonic()
         for request, load in list(self._loads.items()):
@@ -207,12 +207,12 @@ class WorkerSide:
     def _named(self, blocks: GroupIDs) -> dict[str, tuple[int | None, ...]]:
         return dict(zip(self._names, blocks, strict=True))
 
-    def _wait_a_moment(self) -> None:
+    def _wait_a_moment(self, listens: bool) -> None:
         """Wait for the oldest load, or else store, or for what only the scheduler's side hears."""
         waiting = next(iter(self._loads.values()), None) or next(iter(self._stores.values()), None)
         if waiting is not None:
             waiting.ticket.wait(IDLE_WAIT_S)
-        else:
+        elif listens:
             time.sleep(IDLE_WAIT_S)
 
     def _take_in(self) -> None:

@@ -32,6 +32,7 @@ from kvstore.core.storing import Storing
 from kvstore.core.tickets import Ticket
 from kvstore.core.tree import Tree
 from kvstore.core.tree_nodes import Copy, lands
+from kvstore.core.watching import Watching
 from tests.sim.errors import SimulationError
 from tests.sim.run import simulate
 
@@ -214,6 +215,17 @@ def one_shard_is_enough(patch: Patch) -> None:
     patch(Copy, "visible", visible)
 
 
+def losses_are_not_told(patch: Patch) -> None:
+    """Who watches hears of what came, never of what left."""
+    note = Watching.note
+
+    def noted(self: Watching, tree: Tree) -> None:
+        tree.changed = [(copy, came) for copy, came in tree.changed if came]
+        note(self, tree)
+
+    patch(Watching, "note", noted)
+
+
 @dataclass(frozen=True)
 class Mutation:
     """A fault, and whether the outside must see it by itself."""
@@ -246,6 +258,7 @@ MUTATIONS = (
     Mutation(tenants_share, blind=True),
     Mutation(windows_are_not_needed, blind=True),
     Mutation(one_shard_is_enough, blind=True),
+    Mutation(losses_are_not_told, blind=True),
 )
 
 
