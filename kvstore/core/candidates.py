@@ -44,6 +44,12 @@ class Candidates:
         copy = self._coldest(self._copies, slot_bytes, self.evictable)
         return None if copy is None else (copy, _BOTH)
 
+    def trim(self) -> None:
+        """A copy has left otherwise: policies may forget some that have."""
+        for queues in (self._copies, self._windows):
+            for policy in queues.values():
+                policy.trim()
+
     def evictable(self, copy: Copy) -> bool:
         """Whether the whole copy may leave."""
         if not self._loose(copy) or copy.first_child is not None:

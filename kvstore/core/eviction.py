@@ -38,10 +38,14 @@ class Policy(Protocol):
     def coldest_use(self, evictable: Callable[[Copy], bool]) -> int | None:
         """The last use of what ``take`` would return, which stays; None when there is nothing."""
 
+    def trim(self) -> None:
+        """A copy has left otherwise: forget one or two that have, if any are held. Short."""
+
 
 _Entry = tuple[int, int, Copy]
 _TRIM_ENTRIES = 2
 RENEW_ENTRIES = 5
+_HELD_SETS = 256
 
 
 class LeastRecentlyUsed:
@@ -51,7 +55,7 @@ class LeastRecentlyUsed:
         self._old: list[_Entry] = []
         self._new: list[_Entry] = []
         self._chosen: _Entry | None = None
-        self._held: set[int] = set()
+        self._held: tuple[set[int], ...] = tuple(set() for _ in range(_HELD_SETS))
         self._ties = 0
 
     def __len__(self) -> int:
@@ -59,10 +63,11 @@ class LeastRecentlyUsed:
 
     def offer(self, copy: Copy) -> None:
         """Note a candidate."""
-        if id(copy) not in self._held:
-            self._held.add(id(copy))
+        held = self._held_with(copy)
+        if id(copy) not in held:
+            held.add(id(copy))
             self._push(copy)
-        self._trim()
+        self.trim()
 
     def take(self, evictable: Callable[[Copy], bool]) -> Copy | None:
         """The candidate used longest ago."""
@@ -70,7 +75,7 @@ class LeastRecentlyUsed:
             return None
         copy = self._chosen[2]
         self._chosen = None
-        self._held.discard(id(copy))
+        self._held_with(copy).discard(id(copy))
         return copy
 
     def coldest_use(self, evictable: Callable[[Copy], bool]) -> int | None:
@@ -83,7 +88,7 @@ class LeastRecentlyUsed:
             entry = heapq.heappop(heap)
             copy = entry[2]
             if not evictable(copy):
-                self._held.discard(id(copy))
+                self._held_with(copy).discard(id(copy))
             elif self._rank(copy) > entry[0]:
                 self._ties += 1
                 renewed.append((self._rank(copy), self._ties, copy))
@@ -100,6 +105,15 @@ class LeastRecentlyUsed:
             heapq.heappush(self._new, entry)
         return None if self._chosen is None else self._chosen[0]
 
+    def holds(self, copy: Copy) -> bool:
+        """Whether the copy is a candidate."""
+        return id(copy) in self._held_with(copy)
+
+    def _held_with(self, copy: Copy) -> set[int]:
+        """The set that tells whether a copy is held: one of many, as a set that grows stalls its
+        caller."""
+        return self._held[id(copy) >> 4 & _HELD_SETS - 1]
+
     def _rank(self, copy: Copy) -> int:
         return copy.use()
 
@@ -113,18 +127,19 @@ class LeastRecentlyUsed:
             return min(self._old, self._new, key=lambda heap: heap[0][:2])
         return self._old or self._new
 
-    def _trim(self) -> None:
+    def trim(self) -> None:
+        """Move two entries to the new heap, unless their copies are gone."""
         for _ in range(_TRIM_ENTRIES):
             if not self._old:
                 self._old, self._new = self._new, []
+            if not self._old:
+                return
             entry = self._old.pop()
             copy = entry[2]
             if copy.live and copy.space.alive:
                 heapq.heappush(self._new, entry)
             else:
-                self._held.discard(id(copy))
-            if not self._old and not self._new:
-                return
+                self._held_with(copy).discard(id(copy))
 
 
 class FirstInFirstOut(LeastRecentlyUsed):

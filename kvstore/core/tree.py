@@ -250,6 +250,7 @@ class Tree:
                 break
             self._drop(copy)
             self._hidden.add(copy)
+            self.candidates.trim()
             freed += 1
         return freed
 

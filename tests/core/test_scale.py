@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore.core import clearing, restoring
+from kvstore.core.eviction import LeastRecentlyUsed
 from kvstore.core.keys import KEY_BYTES, NO_PARENT, ChunkKey, Namespace
 from kvstore.core.messages import (
     ADMIN,
@@ -256,3 +257,35 @@ def test_statistics_name_some_namespaces_and_the_rest_in_pages() -> None:
     while page := service.spaces(len(listed)):
         listed += page
     assert Counter(space.model for space in listed) == Counter(f"m{n}" for n in range(count))
+
+
+def test_what_a_doom_takes_along_is_forgotten_by_the_policies() -> None:
+    """A restart offers each chunk when it is the last of its chain. The head is doomed and all is
+    swept: no policy keeps a chunk that is gone, or its memory would be kept too."""
+    disk, first = first_life(chunks=13)
+    driver, engine = second_life(disk)
+    driver.scanned(sorted(disk.found(), key=lambda slot: slot.header.depth if slot.header else 0))
+    nvme = driver.service._state.directory.nvme
+    assert nvme is not None
+    (policy,) = nvme.candidates._copies.values()
+    assert isinstance(policy, LeastRecentlyUsed)
+    assert len(policy) == 13
+    engine.retrieve(first.chain(1))
+    for move in driver.waiting(MoveKind.READ):
+        driver.end(move, MoveStatus.CORRUPT)
+    driver.run()
+    driver.tick()
+    assert driver.tier(NVME).chunks == 0
+    assert len(policy) <= 2
+
+
+def test_what_is_held_by_a_policy_is_noted_in_many_small_sets() -> None:
+    """A set of a million entries that grows copies itself in one event."""
+    policy = LeastRecentlyUsed()
+    space = Space(SpaceRecord("t", b"n", "m", "", 0), 1, persisted=True)
+    copies = [Copy(space, ChunkKey(n.to_bytes(32, "big")), 0, None) for n in range(20_000)]
+    for copy in copies:
+        policy.offer(copy)
+    assert max(map(len, policy._held)) < 1000
+    assert all(policy.holds(copy) for copy in copies)
+    assert len(policy) == 20_000

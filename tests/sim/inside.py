@@ -85,5 +85,5 @@ def _check_candidate(tree: Tree, copy: Copy) -> None:
         if not test(copy):
             continue
         policy = candidates._queue(queues, copy, part)
-        if isinstance(policy, LeastRecentlyUsed) and id(copy) not in policy._held:
+        if isinstance(policy, LeastRecentlyUsed) and not policy.holds(copy):
             raise SimulationError(f"{tree.tier.value} {copy} {part.name} may leave, but can't")
