@@ -16,14 +16,20 @@ POINTS = int(os.environ.get("KILL_POINTS", "20"))
 CHUNKS = 48
 OLD_PROMPTS = 16
 """So many prompts as the crowded host tier can't hold at once: some of their chunks are on NVMe
-only. A test uses them in turn, so that none becomes the coldest there."""
+only."""
+NVME_MIB = 256 + 8 * POINTS
+"""Room for what all points store: nothing that a test relies on is evicted there."""
 OLD = tuple(range(OLD_PROMPTS))
 
 
 @pytest.fixture
 def crowded(start_daemon: StartDaemon) -> RunningDaemon:
     """A daemon whose host tier holds a few prompts only."""
-    return start_daemon(KVSTORE_HOST_SIZE="16MiB", KVSTORE_HOST_SLAB_SIZE="2MiB")
+    return start_daemon(
+        KVSTORE_HOST_SIZE="16MiB",
+        KVSTORE_HOST_SLAB_SIZE="2MiB",
+        KVSTORE_NVME_SIZE=f"{NVME_MIB}MiB",
+    )
 
 
 @pytest.fixture
