@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 WAYS = ("without", "cold", "local", "host", "nvme")
 QUESTION = 32
 TOKENS_OUT = 8
-BATCH_OUT = 32
+BATCH_OUT = 16
 LOOKUP_S = 5.0
 """A hit that a disturbed machine answered late would end the benchmark otherwise."""
 TOKEN_BYTES = 30 * 2 * 3 * 64 * 4
@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for prefix in options.prefix:
                 for users in options.users:
                     lines.append(hits(bench, pair, prefix, users, options.rounds))
-            for batch in ((3, 1, options.batch), (1, 8, options.batch // 2)):
+            for batch in ((2, 1, options.batch), (1, 4, options.batch // 2)):
                 no_reuse(bench, pair, batch, options.rounds)
         document = facts(watch, folder)
     finally:

@@ -83,3 +83,28 @@ def test_daemon_that_comes_late_or_in_another_version(
     said = engine.lines(f"differ in protocol: client {PROTOCOL}, daemon {PROTOCOL + 1}")
     assert len(said) == 2, said
     nothing_is_pinned(daemon)
+
+
+def test_speculative_decoding_from_the_prompt(
+    start_daemon: StartDaemon, start_engine: StartEngine
+) -> None:
+    """Tokens guessed from the prompt are verified in the step that also completes chunks: whole
+    chunks of the reply are stored all the same, and both turns give the text of a request without
+    the cache."""
+    daemon = start_daemon(**BIG)
+    guess = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    engine = start_engine({"socket": daemon.socket}, engine={"speculative_config": guess})
+    tokens = engine.call("encode", prompt=prompt("guess", 30))["tokens"]
+    deaf = {"kvstore.read": False, "kvstore.write": False}
+    cold = engine.run({"prompt": tokens, "max_tokens": 200, "params": deaf})[0]
+    engine.fresh()
+    stored = engine.run({"prompt": tokens, "max_tokens": 200})[0]
+    assert stored["tokens"] == cold["tokens"]
+    turn = [*tokens, *cold["tokens"], 42]
+    engine.fresh()
+    wanted = engine.run({"prompt": turn, "params": deaf})[0]
+    engine.fresh()
+    found = engine.run({"prompt": turn})[0]
+    assert (wanted["cached"], found["cached"]) == (0, (len(turn) - 2) // CHUNK * CHUNK)
+    assert found["tokens"] == wanted["tokens"]
+    nothing_is_pinned(daemon)
