@@ -2,7 +2,7 @@
 failed.
 
 The parts run one after the other, each in a process of its own: kills and stops of real processes
-at 200 random moments each, bursts of 2 GiB and damaged files, fuzzing, the simulator with fresh
+at 200 random moments each, bursts of 2 GiB and damaged files, the simulator with fresh
 seeds, and a daemon under load. ``--seconds`` is how long each of the last two runs.
 """
 
@@ -15,16 +15,33 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-PYTEST = ("pytest", "-q", "-p", "no:cacheprovider")
+PYTEST = ("pytest", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=3600")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part: a module and its arguments, and settings in the environment."""
+    """One part: a module and its arguments, what is in the line that tells how it went, and
+    settings in the environment."""
 
     name: str
     command: tuple[str, ...]
+    tells: str
     settings: dict[str, str] = field(default_factory=dict)
+
+    def run(self) -> tuple[int, str]:
+        """Run it, with its output passed on; its exit code, and the line that tells how it
+        went."""
+        told = ""
+        environment = {**os.environ, **self.settings}
+        with subprocess.Popen(
+            [sys.executable, "-m", *self.command],
+            env=environment, stdout=subprocess.PIPE, text=True, errors="replace",
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                told = line.strip() if self.tells in line else told
+        return process.returncode, told
 
 
 def parts(points: int, seconds: float) -> list[Part]:
@@ -32,10 +49,10 @@ def parts(points: int, seconds: float) -> list[Part]:
     kills = {"KILL_POINTS": str(points)}
     faults = {"BURST_ARENA_MIB": "1024", "DAMAGES": str(10 * points)}
     return [
-        Part("kills and stops", (*PYTEST, "tests/crash"), kills),
-        Part("faults and bursts", (*PYTEST, "tests/faults"), faults),
-        Part("simulator", ("tests.sim", "--seconds", str(seconds), "--quiet")),
-        Part("load", ("tests.soak.load", "--seconds", str(seconds))),
+        Part("kills and stops", (*PYTEST, "tests/crash"), "passed", kills),
+        Part("faults and bursts", (*PYTEST, "tests/faults"), "passed", faults),
+        Part("simulator", ("tests.sim", "--seconds", str(seconds), "--quiet"), "seeds from"),
+        Part("load", ("tests.soak.load", "--seconds", str(seconds)), "retrieved"),
     ]
 
 
@@ -53,12 +70,14 @@ def main() -> int:
             continue
         print(f"---- {part.name}", flush=True)
         start_s = time.monotonic()
-        command = [sys.executable, "-m", *part.command]
-        done = subprocess.run(command, env={**os.environ, **part.settings}, check=False)
-        failed += done.returncode != 0
-        outcome = f"FAILED (exit {done.returncode})" if done.returncode else "ok"
-        summary.append(f"{part.name:<20} {time.monotonic() - start_s:6.0f} s  {outcome}")
-    print("---- soak", *summary, sep="\n")
+        code, told = part.run()
+        failed += code != 0
+        outcome = f"FAILED (exit {code})" if code else "ok"
+        took_s = time.monotonic() - start_s
+        summary.append(f"{part.name:<18} {took_s:6.0f} s  {outcome:<8}  {told}")
+    moments = f"{options.points} moments of each kind of kill and stop"
+    print(f"---- soak: {moments}, {options.seconds:g} s each of simulator and load")
+    print(*summary, sep="\n")
     return 1 if failed or not summary else 0
 
 
