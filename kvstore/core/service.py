@@ -53,6 +53,7 @@ from kvstore.core.messages import (
 )
 from kvstore.core.restoring import Restoring
 from kvstore.core.retrieving import Retrieving
+from kvstore.core.spaces import Space
 from kvstore.core.state import State
 from kvstore.core.stats import CoreStats, Drop, SpaceStats
 from kvstore.core.storing import Storing
@@ -258,11 +259,21 @@ class Service:
                 state.lookup_tokens += count * engine.tokens_per_chunk
                 state.hit_tokens += chunks * engine.tokens_per_chunk
             else:
-                chunks = state.directory.step_down(
-                    space, lease.keys, lease.chunks, engine.window_chunks
-                )
+                chunks = self._renewed(engine, space, message, lease)
         status = HitStatus.HIT if chunks else HitStatus.MISS
         state.reply(session.id, number, LookupReply(status, chunks))
+
+    def _renewed(self, engine: Engine, space: Space, message: Lookup, lease: Lease) -> int:
+        """What a lease still promises. Where that is less than what it pins, it pins that much from
+        now on: the window parts that a shorter hit needs are others. It never rises again."""
+        directory = self._state.directory
+        lease.chunks = directory.step_down(space, lease.keys, lease.chunks, engine.window_chunks)
+        keys = lease.keys[: lease.chunks * KEY_BYTES]
+        if not keys or len(keys) == len(lease.keys):
+            return lease.chunks
+        chunks, pins = directory.hit(space, keys, engine.window_chunks)
+        self._take_lease(engine, message, chunks, pins)
+        return chunks
 
     def _take_lease(
         self, engine: Engine, message: Lookup, chunks: int, pins: list[tuple[Tree, Copy]]

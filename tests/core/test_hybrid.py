@@ -240,6 +240,27 @@ def test_a_lease_keeps_the_window_parts_that_its_hit_needs() -> None:
     assert put(engine, 6, kept=0, seed=2).count(1) == 6
 
 
+def test_a_lease_that_stepped_down_keeps_the_window_parts_of_the_shorter_hit() -> None:
+    """Four were promised; chunk 3's window part fails to load, and two is the answer. A fill may
+    take what it likes but the window part of chunk 1: the answer stays two, nor does it rise when
+    chunk 2 gets its window part."""
+    driver, engine = ready(host_slots=8)
+    put(engine, 2, kept=1)
+    engine.store(engine.chain(4)[2:], window=NULL + block_ids(1))
+    driver.run()
+    assert engine.lookup(engine.chain(4)) == 4
+    engine.retrieve(engine.chain(4), window=slid(4, 1))
+    while driver.moves:
+        bad = driver.moves[0].header.part is Part.WINDOW
+        driver.end(driver.moves[0], MoveStatus.FAILED if bad else MoveStatus.OK)
+    assert engine.lookup(engine.chain(4)) == 2
+    assert put(engine, 6, kept=0, seed=1).count(1) < 6
+    assert engine.lookup(engine.chain(4)) == 2
+    engine.store(engine.chain(4)[:3], window=slid(3, 1))
+    driver.run()
+    assert engine.lookup(engine.chain(4)) == 2
+
+
 def test_window_parts_leave_first_and_the_chunks_stay_useful_to_longer_prompts() -> None:
     """Two prompts fill the host; the third takes the window parts of the first two: their full
     parts stay, and a prompt that continues one hits them with its own windows."""
