@@ -40,6 +40,8 @@ REPLY_BYTES_MAX: int = KEYS_MAX + FIELDS_BYTES_MAX
 """From the daemon: a done mask, one byte a key, and a reason."""
 TEXT_CHARACTERS_MAX = 1024
 """Names of requests, engines and revisions, and credentials."""
+REASON_CHARACTERS_MAX = 4096
+"""What a client keeps of a daemon's reason."""
 DESCRIPTORS_MAX = 4
 """Descriptors held for one frame; a registration carries one, more are closed as they come."""
 
@@ -265,11 +267,17 @@ def read_client_message(frame: bytes) -> pb.ClientMessage:
 
 
 def read_daemon_message(frame: bytes) -> pb.DaemonMessage:
-    """Parse what the daemon sent; raises ProtocolError for bytes that are no message."""
+    """Parse what the daemon sent; raises ProtocolError for bytes that are no message. A reason is
+    made safe for a log: one line of bounded length."""
     try:
-        return pb.DaemonMessage.FromString(frame)
+        message = pb.DaemonMessage.FromString(frame)
     except DecodeError as error:
         raise ProtocolError(f"a frame of {len(frame)} bytes that is no message") from error
+    reason = message.reason
+    if len(reason) > REASON_CHARACTERS_MAX or not reason.isprintable():
+        line = "".join(one if one.isprintable() else "?" for one in " ".join(reason.split()))
+        message.reason = line[:REASON_CHARACTERS_MAX]
+    return message
 
 
 def hello() -> pb.Hello:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvstore import __version__, wire
 from kvstore.core.errors import CapacityError, ConfigError, ProtocolError
+from kvstore.proto_gen import engine_pb2 as pb
 from tests.link_rig import frame, open_descriptors
 
 LIMIT = 1 << 20
@@ -301,3 +302,12 @@ def test_bytes_that_are_no_message_are_a_protocol_error() -> None:
     for read in (wire.read_client_message, wire.read_daemon_message):
         with pytest.raises(ProtocolError, match="a frame of 3 bytes that is no message"):
             read(b"\xff\xff\xff")
+
+
+def test_a_daemons_reason_is_one_line_however_it_was_sent() -> None:
+    """It goes into the engine's log: nothing in it may drive a terminal, forge a line or fill the
+    disk."""
+    sent = pb.DaemonMessage(kind=pb.DaemonMessage.REFUSED, reason="a\n b\x1b[2J" + "x" * 10_000)
+    reason = wire.read_daemon_message(sent.SerializeToString()).reason
+    assert reason.startswith("a b?[2Jxxx")
+    assert len(reason) == wire.REASON_CHARACTERS_MAX
