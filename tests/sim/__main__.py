@@ -8,6 +8,7 @@ import time
 from collections import Counter
 
 from tests.sim.errors import SimulationError
+from tests.sim.faults import Fault
 from tests.sim.run import STEPS, simulate
 
 FAILED_MAX = 20
@@ -23,10 +24,10 @@ def main() -> int:
     parser.add_argument("--quiet", action="store_true", help="only the first line of a failure")
     options = parser.parse_args()
     first = int(time.time() * 1000) if options.seed is None else options.seed
-    end = time.monotonic() + options.seconds
+    begun = time.monotonic()
     totals: Counter[str] = Counter()
     failed = seeds = 0
-    while (time.monotonic() < end or seeds < options.count) and failed < FAILED_MAX:
+    while (spent_s(begun) < options.seconds or seeds < options.count) and failed < FAILED_MAX:
         try:
             totals.update(simulate(first + seeds, options.steps))
         except SimulationError as error:
@@ -36,10 +37,26 @@ def main() -> int:
             if not options.quiet:
                 return 1
         seeds += 1
+    print(report(totals, spent_s(begun)))
     print(f"{seeds} seeds from {first}: {failed} failed")
-    for name, number in sorted(totals.items()):
-        print(f"  {name}: {number}")
     return 1 if failed else 0
+
+
+def spent_s(begun: float) -> float:
+    """Seconds since then."""
+    return time.monotonic() - begun
+
+
+def report(totals: Counter[str], seconds: float) -> str:
+    """Events and their rate, what the core did, and what befell it."""
+    names = {fault.name for fault in Fault}
+    events = totals["events"]
+    lines = [f"  {name}: {count}" for name, count in sorted(totals.items()) if name not in names]
+    lines += [f"  {totals[fault.name]:9,} {fault.value}" for fault in Fault]
+    faults = sum(totals[name] for name in names)
+    rate = events / max(seconds, 1e-9)
+    lines.append(f"{events:,} events, {faults:,} faults and hard loads, {rate:,.0f} events/s")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kvstore.core.keys import ChunkKeys, KeyContext, prefix_keys
 from kvstore.core.layout import NULL_BLOCK
@@ -24,6 +25,8 @@ from kvstore.core.messages import (
     SetRevision,
     Store,
 )
+from tests.sim import loads
+from tests.sim.faults import Fault
 from tests.sim.nonsense import nonsense, stranger, tangled
 from tests.sim.shapes import TOKENS_PER_CHUNK, EngineShape
 from tests.sim.views import SessionView
@@ -64,20 +67,23 @@ class FakeEngine:
         rng = self.world.rng
         if self._absent() and rng.random() < 0.5:
             self.join()
-        elif rng.random() < self.world.setting.faults.close_rate:
+        elif rng.random() < self.world.faults.close_rate:
             self.leave(rng.choice([*self.workers.values(), self.scheduler]))
-        elif rng.random() < self.world.setting.faults.revision_rate and self.workers:
+        elif rng.random() < self.world.faults.revision_rate and self.workers:
             self._update(rng.choice(list(self.workers.values())), f"r{rng.randint(0, 3)}")
-        elif self.tickets and rng.random() < self.world.setting.faults.cancel:
-            session, number = rng.choice(self.tickets)
-            if session in self.world.model.sessions and not self._gone(session):
-                self.world.request(session, Cancel(number + (rng.random() < 0.1)))
-        elif rng.random() < self.world.setting.faults.nonsense:
+        elif self.tickets and rng.random() < self.world.faults.cancel:
+            self._cancel(*rng.choice(self.tickets))
+        elif rng.random() < self.world.faults.nonsense:
             self._talk_nonsense()
         elif len(self.jobs) < 4 and (not self.jobs or rng.random() < 0.3):
             self._begin()
         elif self.jobs:
             self._advance(rng.choice(self.jobs))
+
+    def _cancel(self, session: SessionID, number: int) -> None:
+        if session in self.world.model.sessions and not self._gone(session):
+            self.world.saw(Fault.ENGINE_CANCELS)
+            self.world.request(session, Cancel(number + (self.world.rng.random() < 0.1)))
 
     def _update(self, view: SessionView, revision: str) -> None:
         """The engine's weights are updated."""
@@ -86,6 +92,8 @@ class FakeEngine:
             if isinstance(reply.body, EngineState):
                 self.revision = revision
 
+        if self.tickets:
+            self.world.saw(Fault.NEW_REVISION)
         self.world.request(view.id, SetRevision(revision), updated)
 
     def _talk_nonsense(self) -> None:
@@ -97,15 +105,18 @@ class FakeEngine:
         view = rng.choice(views)
         kind = rng.random()
         if kind < 0.2:
+            self.world.saw(Fault.STRANGER)
             stranger(self.world, view)
         elif kind < 0.5 and view.memory is not None and self.jobs:
             count = rng.randint(1, 3)
             real = list(rng.choice(self.jobs).keys)
             keys, first, parent = tangled(rng, real, count)
-            blocks = self._lend(view, count, None)
+            blocks = self.lend(view, count, None)
             if blocks is not None:
+                self.world.saw(Fault.TANGLED)
                 self.world.request(view.id, Store("tangled", keys, first, parent, blocks))
         else:
+            self.world.saw(Fault.NONSENSE)
             nonsense(self.world, view)
 
     def namespace(self) -> bytes:
@@ -240,21 +251,37 @@ class FakeEngine:
         name = job.name
         if self.world.rng.random() < 0.1:
             keys, name = job.keys[first:], f"{job.name}-blind"
+            self.world.saw(Fault.ASKED_BLINDLY)
         for view in self._some_workers():
-            blocks = self._lend(view, len(keys), _needed(view, len(keys)))
+            blocks = self.lend(view, len(keys), _needed(view, len(keys)))
             if blocks is not None:
-                self._transfer(job, view, Retrieve(name, keys.data, blocks))
+                message = Retrieve(name, keys.data, blocks)
+                loads.note(self.world, view, message)
+                self._transfer(job, view, message)
 
     def _store(self, job: Job, first: int, stop: int) -> None:
         keys = job.keys[first:stop]
         rng = self.world.rng
         for view in self._some_workers():
             live = _slid(view, len(keys), rng) if rng.random() < 0.3 else None
-            blocks = self._lend(view, len(keys), live)
-            if blocks is not None:
-                message = Store(job.name, keys.data, keys.first, keys.parent, blocks)
-                self._transfer(job, view, message)
+            if view.memory is not None and view.memory.pace > 1.0:
+                late = partial(self._store_rank, job, view, keys, live)
+                self.world.later(rng.uniform(0.0, 0.5), late)
+            else:
+                self._store_rank(job, view, keys, live)
         job.stored = stop
+
+    def _store_rank(
+        self, job: Job, view: SessionView, keys: ChunkKeys, live: list[list[bool]] | None
+    ) -> None:
+        """One rank's part of a store; it may come late."""
+        if view.closed or view.id not in self.world.model.sessions:
+            return
+        blocks = self.lend(view, len(keys), live)
+        if blocks is not None:
+            message = Store(job.name, keys.data, keys.first, keys.parent, blocks)
+            loads.note(self.world, view, message)
+            self._transfer(job, view, message)
 
     def _transfer(self, job: Job, view: SessionView, message: Store | Retrieve) -> None:
         job.open += 1
@@ -272,8 +299,10 @@ class FakeEngine:
 
     def _end(self, job: Job) -> None:
         self.jobs.remove(job)
-        forget = self.world.rng.random() < self.world.setting.faults.forget_release
-        if not forget:
+        forget = self.world.rng.random() < self.world.faults.forget_release
+        if forget:
+            self.world.saw(Fault.ENGINE_FORGETS)
+        elif self.workers:
             view = self.world.rng.choice(list(self.workers.values()))
             self.world.request(view.id, Release(job.name))
 
@@ -282,11 +311,16 @@ class FakeEngine:
         rng = self.world.rng
         views = [view for view in self.workers.values() if view.id in self.world.model.sessions]
         rng.shuffle(views)
-        return views[: rng.randint(1, len(views))] if views and rng.random() < 0.1 else views
+        if len(views) > 1 and rng.random() < 0.1:
+            views = views[: rng.randint(1, len(views) - 1)]
+            self.world.saw(Fault.SHARD_ABSENT)
+        return views
 
     # ------------------------------------------------------------ blocks
 
-    def _lend(self, view: SessionView, chunks: int, live: list[list[bool]] | None) -> Blocks | None:
+    def lend(
+        self, view: SessionView, chunks: int, live: list[list[bool]] | None = None
+    ) -> Blocks | None:
         """Blocks for so many chunks, taken from the free ones; None where there are too few.
         ``live`` says which of each group's blocks aren't null."""
         memory = view.memory
@@ -342,12 +376,13 @@ def _slid(view: SessionView, chunks: int, rng: random.Random) -> list[list[bool]
 
 
 def draw_prompts(
-    rng: random.Random, contexts: tuple[KeyContext, ...]
+    rng: random.Random, contexts: tuple[KeyContext, ...], tokens_max: int
 ) -> list[tuple[list[int], KeyContext]]:
     """Prompts that share prefixes: each goes on from somewhere in another one."""
-    texts: list[list[int]] = [[rng.randrange(1000) for _ in range(rng.randint(4, 26))]]
+    texts: list[list[int]] = [[rng.randrange(1000) for _ in range(rng.randint(4, tokens_max))]]
     for _ in range(rng.randint(2, 7)):
         base = rng.choice(texts)
-        keep = rng.randint(0, min(len(base), 20))
-        texts.append(base[:keep] + [rng.randrange(1000) for _ in range(rng.randint(4, 26 - keep))])
+        keep = rng.randint(0, min(len(base), tokens_max - 6))
+        more = rng.randint(4, tokens_max - keep)
+        texts.append(base[:keep] + [rng.randrange(1000) for _ in range(more)])
     return [(text, rng.choice(contexts)) for text in texts]

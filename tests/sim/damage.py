@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvstore.core.messages import MoveKind, Place, TierName
+from tests.sim.faults import Fault
 from tests.sim.media import Record
 from tests.sim.world import World
 
@@ -14,7 +15,9 @@ def flip(world: World) -> None:
         return
     if world.rng.random() < 0.3:
         record.legible = False
+        world.saw(Fault.BIT_FLIP_HEADER)
     else:
+        world.saw(Fault.BIT_FLIP_PAYLOAD)
         record.second[world.rng.randrange(len(record.second))] = "flipped"
     world.story.note(world.now, f"flip in {record.header.key.hex()[:6]}")
 
@@ -27,6 +30,7 @@ def misplace(world: World) -> None:
     records = world.disk.records
     names = [name for name, record in records.items() if record is one or record is other]
     records[names[0]], records[names[1]] = records[names[1]], records[names[0]]
+    world.saw(Fault.RECORD_MISPLACED)
     keys = one.header.key.hex()[:6], other.header.key.hex()[:6]
     world.story.note(world.now, f"exchange of {keys[0]} and {keys[1]}")
 

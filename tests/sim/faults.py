@@ -1,25 +1,10 @@
 """Faults that the core must survive, and how often a world has them.
 
-What the simulator injects; through all of it a retrieve gives the right bytes or says that it
-didn't:
+Through all of what ``Fault`` lists, a retrieve gives the right bytes or says that it didn't; and
+once it is over, everything asked is answered, nothing is held any more, and what is stored is
+found. Each is counted where it is injected, and each occurs in the seeds that the tests fix.
 
-* A Move of any kind is slow, out of order with others, or stuck for minutes.
-* STORE, LOAD: fail in the middle (an unmapped page, a lost device); the target is half written.
-* READ: an I/O error; the bytes at rest fail their check; they are whole, but another chunk's.
-* WRITE: an I/O error or a full disk, before or after part of the record was overwritten.
-* ERASE: fails, and the header stays.
-* Bits flip at rest, in a payload or in a header; a record lies at another record's place.
-* A session's connection breaks at any time, in the middle of its own transfers, or its engine's.
-* The daemon dies at any time: all of the host tier is lost, a write in flight is torn (header
-  written or not, payload half or whole), an erase in flight happened or not, the manifest in flight
-  is there or not. It comes back with another tier size and finds its slots in any order.
-* A manifest can't be written.
-* Engines cancel, repeat, release, or forget what they asked for, at any time, and ask for what
-  isn't there.
-* Engines send nonsense: blocks that aren't theirs, stores with an impossible place in a chain,
-  requests of sessions that never registered.
-
-What it doesn't inject: hands that report a Move's end early or touch memory afterwards, bits that
+What isn't injected: hands that report a Move's end early or touch memory afterwards, bits that
 flip in host memory (DESIGN: host slots are trusted), and engines that reuse blocks before they are
 theirs again.
 """
@@ -28,18 +13,74 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, fields, replace
+from enum import Enum
+
+
+class Fault(Enum):
+    """What goes wrong, and the loads that are hard to bear."""
+
+    # one Move
+    MOVE_SLOW = "a Move of any kind takes up to seconds"
+    MOVE_STUCK = "a Move of any kind is stuck for minutes"
+    MOVES_OUT_OF_ORDER = "a Move ends before one of its kind that began earlier"
+    STORE_FAILS = "STORE fails in the middle: the slot is half written"
+    LOAD_FAILS = "LOAD fails in the middle: the engine's blocks are half written"
+    READ_FAILS = "READ fails: an I/O error"
+    READ_CORRUPT = "READ finds bytes that fail their check"
+    READ_FOREIGN = "READ finds another chunk's bytes, which are whole"
+    WRITE_FAILS = "WRITE fails: an I/O error, before or after it overwrote something"
+    WRITE_NO_SPACE = "WRITE fails: no space, now and then, before or after it overwrote something"
+    ERASE_FAILS = "ERASE fails, and the header stays or not"
+    # the device
+    DISK_FULL = "the file system is full for a while: no slab file can be made"
+    DISK_ROOM_AGAIN = "the full file system has room again"
+    DEVICE_SLOW = "the NVMe device takes 20 to 100 times as long for a while"
+    DEVICE_STALLS = "the NVMe device ends nothing at all for a while"
+    MACHINE_SLOW = "copies take 20 to 100 times as long for a while"
+    BIT_FLIP_PAYLOAD = "a bit flips at rest, in a payload"
+    BIT_FLIP_HEADER = "a bit flips at rest, in a header"
+    RECORD_MISPLACED = "two records lie at each other's place"
+    # the daemon
+    DAEMON_DIES = "the daemon dies: the host tier and all sessions are lost"
+    WRITE_TORN = "it dies in a write: header written or not, payload half or whole"
+    ERASE_CUT_SHORT = "it dies in an erase, which happened or not"
+    MANIFEST_LOST = "it dies before the manifest is durable"
+    MANIFEST_KEPT = "it dies after the manifest is durable, before it knows"
+    TIER_RESIZED = "it comes back with another size of a tier"
+    MANIFEST_FAILS = "the manifest can't be written"
+    # engines
+    PEER_LOST = "a connection breaks"
+    PEER_LOST_IN_TRANSFER = "a connection breaks while its Moves run"
+    ENGINE_CANCELS = "an engine cancels a transfer"
+    ENGINE_FORGETS = "an engine never releases a request"
+    ASKED_BLINDLY = "an engine retrieves what it never looked up"
+    NEW_REVISION = "an engine's weights are updated in the middle of its requests"
+    CLEARED_IN_TRANSFER = "a namespace is cleared while Moves run"
+    NONSENSE = "an engine sends what makes no sense: blocks that aren't there, a second register"
+    STRANGER = "a connection that never registered asks for something"
+    TANGLED = "an engine stores with an impossible place in a chain"
+    SHARD_LAGS = "one rank sends late, and its Moves are slow"
+    SHARD_FAILS = "half of one rank's Moves fail"
+    SHARD_ABSENT = "only some ranks of an engine store or retrieve"
+    # loads
+    BURST = "a store that is larger than the whole host tier"
+    PROMPT_LARGER_THAN_HOST = "a retrieve of more chunks than the host tier holds"
+    RETRIEVES_FILL_HOST = "two retrieves of one prompt at a time, together larger than the tier"
+    SLAB_CHANGES_OWNER = "a slab goes from one chunk size to another"
+    SESSION_LIMIT = "a session stores more at a time than it may"
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
     """Probabilities: ``move_*`` a Move, ``*_rate`` an action of the world (one each few
-    milliseconds)."""
+    milliseconds), ``sick_rank`` a worker that joins."""
 
     move_fails: float = 0.02
     move_slow: float = 0.05
     move_stuck: float = 0.002
     disk_full: float = 0.01
     erase_fails: float = 0.1
+    spell_rate: float = 0.02
     flip_rate: float = 0.02
     misplace_rate: float = 0.01
     close_rate: float = 0.01
@@ -50,6 +91,7 @@ class Faults:
     cancel: float = 0.1
     forget_release: float = 0.2
     nonsense: float = 0.02
+    sick_rank: float = 0.1
 
 
 NONE = Faults(**{field.name: 0.0 for field in fields(Faults)})

@@ -1,18 +1,16 @@
 """Hands: a fake mover. It does each Move in two halves, some time apart, and reports how it ended.
 
-It also watches what the real hands rely on: that each Move lies within its tier, reads what is
-whole, writes where no other Move is, and never touches a session that was detached.
+What the real hands rely on is checked as each Move starts (rules.py).
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
-from kvstore.core.keys import NO_PARENT
-from kvstore.core.layout import NULL_BLOCK, Layout, Part
+from kvstore.core.layout import NULL_BLOCK
 from kvstore.core.limits import Limits
 from kvstore.core.messages import (
     ChunkHeader,
@@ -25,8 +23,9 @@ from kvstore.core.messages import (
     SessionID,
     TierName,
 )
+from tests.sim.device import Device
 from tests.sim.errors import SimulationError
-from tests.sim.faults import Faults
+from tests.sim.faults import NONE, Fault, Faults
 from tests.sim.media import (
     Arena,
     BlockID,
@@ -36,24 +35,26 @@ from tests.sim.media import (
     Half,
     Record,
     extent,
-    overlap,
-    unpack,
 )
+from tests.sim.rules import Running, blocks_of, check_start
 
-ALIGN_BYTES = 4096
-LANES = {
-    MoveKind.STORE: "copies",
-    MoveKind.LOAD: "copies",
-    MoveKind.READ: "reads",
-    MoveKind.WRITE: "writes",
-    MoveKind.ERASE: "writes",
+FAILURES = {
+    MoveKind.STORE: Fault.STORE_FAILS,
+    MoveKind.LOAD: Fault.LOAD_FAILS,
+    MoveKind.READ: Fault.READ_FAILS,
+    MoveKind.WRITE: Fault.WRITE_FAILS,
+    MoveKind.ERASE: Fault.ERASE_FAILS,
 }
 
 
 class Clock(Protocol):
-    """What hands need of the world: its random numbers, later, and somewhere to report."""
+    """What hands need of the world: its time and random numbers, and somewhere to report."""
 
     rng: random.Random
+    now: float
+
+    def saw(self, fault: Fault) -> None:
+        """A fault occurs."""
 
     def later(self, delay_s: float, act: Callable[[], None]) -> None:
         """Do something after a while, unless the daemon dies before."""
@@ -62,45 +63,33 @@ class Clock(Protocol):
         """Take a Move's end."""
 
 
-@dataclass(slots=True)
-class Running:
-    """A Move in the hands, and how far it is."""
-
-    move: Move
-    blocks: list[BlockID]
-    status: MoveStatus
-    begun: bool = False
-    ended: bool = False
-    old: Record | None = None
-
-
 class Hands:
     """The mover of one daemon's life. ``memories`` are the sessions' as long as they are
     attached."""
 
-    def __init__(self, clock: Clock, limits: Limits, faults: Faults, disk: Disk) -> None:
+    def __init__(self, clock: Clock, limits: Limits, disk: Disk, device: Device) -> None:
         self.disk = disk
         self.arena = Arena(limits.host.slab_bytes)
         self.memories: dict[SessionID, EngineMemory] = {}
         self.running: dict[MoveID, Running] = {}
-        self.faults = faults
+        self.limits = limits
+        self.faults: Faults = NONE
+        self.no_growth_until = 0.0
+        """No slab file may be made before, as there was no room; ``growing`` were begun by then."""
+        self.growing: set[int] = set()
         self._clock = clock
-        self._limits = limits
-        self._moves = 0
+        self._device = device
+        self._cuts: dict[tuple[TierName, int], int] = {}
 
     def start(self, move: Move) -> None:
         """Check a Move against everything that runs, then begin it soon."""
-        self._moves += 1
-        if move.id in self.running:
-            raise SimulationError(f"Move {move.id} was handed out twice")
-        running = Running(move, self._blocks(move), self._fate(move.kind))
-        self._check_shape(move)
-        self._check_depth(move.kind)
-        for other in self.running.values():
-            self._check_race(move, running.blocks, other)
-        self._check_source(move)
+        blocks = blocks_of(self, move)
+        check_start(self, move, blocks, self._clock.now)
+        running = Running(move, blocks, self._fate(move))
+        running.homeless = running.status is MoveStatus.NO_SPACE and self._is_homeless(move)
+        self._note_cut(move.target)
         self.running[move.id] = running
-        self._clock.later(self._pause() / 4, lambda: self._begin(running))
+        self._clock.later(self._pause(move) / 4, lambda: self._begin(running))
 
     def attach(self, session: SessionID, memory: EngineMemory) -> None:
         """Map a session's memory."""
@@ -128,9 +117,18 @@ class Hands:
                     self._begin_write(running)
                 if running.begun and self._clock.rng.random() < 0.3:
                     self._end_write(running)
-            if running.move.kind is MoveKind.ERASE and self._clock.rng.random() < 0.5:
-                self._erase(running.move)
+                self._clock.saw(Fault.WRITE_TORN)
+            if running.move.kind is MoveKind.ERASE and not running.ended:
+                self._clock.saw(Fault.ERASE_CUT_SHORT)
+                if self._clock.rng.random() < 0.5:
+                    self._erase(running.move)
         self.running.clear()
+
+    def calm(self) -> None:
+        """Nothing goes wrong from now on."""
+        self.faults = NONE
+        for memory in self.memories.values():
+            memory.pace, memory.fails = 1.0, 0.0
 
     # ------------------------------------------------------------ how a Move goes
 
@@ -152,7 +150,7 @@ class Hands:
                 self._begin_write(running)
             case MoveKind.ERASE:
                 pass
-        self._clock.later(self._pause(), lambda: self._end(running))
+        self._clock.later(self._pause(move), lambda: self._end(running))
 
     def _end(self, running: Running) -> None:
         running.ended = True
@@ -174,11 +172,18 @@ class Hands:
             case MoveKind.ERASE:
                 if running.status is MoveStatus.OK or self._clock.rng.random() < 0.3:
                     self._erase(move)
-        self._clock.later(self._pause() / 4, lambda: self._report(running))
+        self._clock.later(self._pause(move) / 4, lambda: self._report(running))
 
     def _report(self, running: Running) -> None:
-        del self.running[running.move.id]
-        self._clock.moved(running.move, Moved(running.move.id, running.status))
+        move = running.move
+        del self.running[move.id]
+        if any(o.move.kind is move.kind and o.move.id < move.id for o in self.running.values()):
+            self._clock.saw(Fault.MOVES_OUT_OF_ORDER)
+        if running.status is MoveStatus.NO_SPACE:
+            self.no_growth_until = self._clock.now + self.limits.nvme_retry_s
+            writes = [o.move for o in self.running.values() if o.move.kind is MoveKind.WRITE]
+            self.growing = {_place(one.target).slab for one in writes}
+        self._clock.moved(move, Moved(move.id, running.status))
 
     def _scatter(self, running: Running, half: int) -> None:
         move = running.move
@@ -197,8 +202,11 @@ class Hands:
             running.status = MoveStatus.CORRUPT
         elif replace(record.header, sequence=move.header.sequence) != move.header:
             running.status = MoveStatus.FOREIGN
+            self._clock.saw(Fault.READ_FOREIGN)
         elif record.checksum != (tuple(content.first), tuple(record.second)):
             running.status = MoveStatus.CORRUPT
+        if running.status is MoveStatus.CORRUPT:
+            self._clock.saw(Fault.READ_CORRUPT)
         if running.status is MoveStatus.OK and record is not None:
             content.second = list(record.second)
             content.whole = True
@@ -207,7 +215,7 @@ class Hands:
         running.begun = True
         move, rng = running.move, self._clock.rng
         running.old = self.disk.get(_place(move.target))
-        if running.status is not MoveStatus.OK and rng.random() < 0.5:
+        if running.homeless or (running.status is not MoveStatus.OK and rng.random() < 0.5):
             return
         source = self.arena.contents[_place(move.source)]
         torn: list[Half] = ["torn"] * len(source.first)
@@ -219,7 +227,7 @@ class Hands:
     def _end_write(self, running: Running) -> None:
         move = running.move
         record = self.disk.get(_place(move.target))
-        if record is None or record is running.old:
+        if running.homeless or record is None or record is running.old:
             return
         if running.status is MoveStatus.OK or self._clock.rng.random() < 0.1:
             source = self.arena.contents[_place(move.source)]
@@ -233,123 +241,50 @@ class Hands:
 
     # ------------------------------------------------------------ chance
 
-    def _fate(self, kind: MoveKind) -> MoveStatus:
-        rng = self._clock.rng
-        if kind is MoveKind.ERASE:
-            return MoveStatus.FAILED if rng.random() < self.faults.erase_fails else MoveStatus.OK
-        if rng.random() < self.faults.move_fails:
+    def _fate(self, move: Move) -> MoveStatus:
+        kind, clock, device = move.kind, self._clock, self._device
+        memory = None if move.session is None else self.memories.get(move.session)
+        chance = self.faults.erase_fails if kind is MoveKind.ERASE else self.faults.move_fails
+        if memory is not None and memory.fails:
+            clock.saw(Fault.SHARD_FAILS)
+            chance = memory.fails
+        if clock.rng.random() < chance:
+            clock.saw(FAILURES[kind])
             return MoveStatus.FAILED
-        if kind is MoveKind.WRITE and rng.random() < self.faults.disk_full:
+        if kind is not MoveKind.WRITE:
+            return MoveStatus.OK
+        if self._is_homeless(move) and not device.has_room(clock.now):
+            return MoveStatus.NO_SPACE
+        if clock.rng.random() < self.faults.disk_full:
+            clock.saw(Fault.WRITE_NO_SPACE)
             return MoveStatus.NO_SPACE
         return MoveStatus.OK
 
-    def _pause(self) -> float:
-        rng = self._clock.rng
+    def _is_homeless(self, move: Move) -> bool:
+        """Whether a write needs a slab file that isn't there yet."""
+        return _place(move.target).slab not in self.disk.cuts
+
+    def _pause(self, move: Move) -> float:
+        rng, clock = self._clock.rng, self._clock
+        memory = None if move.session is None else self.memories.get(move.session)
+        pace = 1.0 if memory is None else memory.pace
+        pause_s = rng.uniform(0.0001, 0.01) * pace
+        if pace > 1.0:
+            clock.saw(Fault.SHARD_LAGS)
         if rng.random() < self.faults.move_stuck:
-            return 100.0
-        if rng.random() < self.faults.move_slow:
-            return rng.uniform(0.1, 2.0)
-        return rng.uniform(0.0001, 0.01)
+            clock.saw(Fault.MOVE_STUCK)
+            pause_s = 100.0
+        elif rng.random() < self.faults.move_slow:
+            clock.saw(Fault.MOVE_SLOW)
+            pause_s = rng.uniform(0.1, 2.0)
+        return self._device.delay(move.kind, pause_s, clock.now)
 
-    # ------------------------------------------------------------ what hands rely on
-
-    def _blocks(self, move: Move) -> list[BlockID]:
-        """The Move's blocks in canonical order, checked against the session's layout."""
-        if move.kind not in (MoveKind.STORE, MoveKind.LOAD):
-            if move.blocks or move.session is not None:
-                raise SimulationError(f"Move {move.id} {move.kind.value} names engine memory")
-            return []
-        session = _session(move)
-        memory = self.memories.get(session)
-        if memory is None:
-            raise SimulationError(f"Move {move.id} for s{session}, which isn't attached")
-        blocks = unpack(move.blocks)
-        expected = expected_blocks(memory.layout, move.header.part)
-        if [group for group, _ in blocks] != expected:
-            raise SimulationError(f"Move {move.id}: blocks don't fit the part's groups")
-        nulls = any(block == NULL_BLOCK for _, block in blocks)
-        if nulls and move.kind is MoveKind.STORE:
-            raise SimulationError(f"Move {move.id}: STORE of a null block")
-        return blocks
-
-    def _check_shape(self, move: Move) -> None:
-        tiers = {
-            MoveKind.STORE: (None, TierName.HOST),
-            MoveKind.LOAD: (TierName.HOST, None),
-            MoveKind.READ: (TierName.NVME, TierName.HOST),
-            MoveKind.WRITE: (TierName.HOST, TierName.NVME),
-            MoveKind.ERASE: (None, TierName.NVME),
-        }
-        ends = (move.source, move.target)
-        if tuple(end and end.tier for end in ends) != tiers[move.kind]:
-            raise SimulationError(f"Move {move.id}: {move.kind.value} from and to wrong tiers")
-        for place in ends:
-            if place is not None:
-                self._check_place(move, place)
-
-    def _check_place(self, move: Move, place: Place) -> None:
-        limits = self._limits
-        tier, slabs, header = limits.host, limits.host.slabs + limits.staging_slots, 0
-        if place.tier is TierName.NVME:
-            if limits.nvme is None:
-                raise SimulationError(f"Move {move.id} names a tier that isn't there")
-            tier, slabs, header = limits.nvme, limits.nvme.slabs, ALIGN_BYTES
-        start, end = extent(place)
-        fits = 0 <= place.slab < slabs and place.index >= 0 and end <= tier.slab_bytes
-        needed = header + move.header.payload_bytes
-        if not fits or place.slot_bytes < needed or start % ALIGN_BYTES:
-            raise SimulationError(f"Move {move.id}: {place} doesn't fit the tier or the payload")
-
-    def _check_depth(self, kind: MoveKind) -> None:
-        lane = LANES[kind]
-        depths = {
-            "copies": self._limits.copy_depth,
-            "reads": self._limits.read_depth,
-            "writes": self._limits.write_depth,
-        }
-        kinds = [one.move.kind for one in self.running.values()]
-        same = [other for other in kinds if LANES[other] == lane]
-        if kind is MoveKind.LOAD:  # STOREs never keep it waiting
-            same = [other for other in same if other is kind]
-        if len(same) >= depths[lane]:
-            raise SimulationError(f"more than {depths[lane]} {lane} at a time")
-
-    def _check_race(self, move: Move, blocks: list[BlockID], other: Running) -> None:
-        theirs = other.move
-        for mine, clashing in (
-            (move.target, (theirs.source, theirs.target)),
-            (move.source, (theirs.target,)),
-        ):
-            for place in clashing:
-                if mine is not None and place is not None and overlap(mine, place):
-                    raise SimulationError(f"Moves {theirs.id} and {move.id} race for {mine}")
-        if move.session is None or move.session != theirs.session:
-            return
-        shared = {b for b in blocks if b[1] != NULL_BLOCK} & set(other.blocks)
-        if shared and MoveKind.LOAD in (move.kind, theirs.kind):
-            raise SimulationError(f"Moves {theirs.id} and {move.id} race for blocks {shared}")
-
-    def _check_source(self, move: Move) -> None:
-        if move.kind not in (MoveKind.LOAD, MoveKind.WRITE):
-            return
-        content = self.arena.contents.get(_place(move.source))
-        if content is None or not content.whole:
-            raise SimulationError(f"Move {move.id} reads {move.source}, which isn't whole")
-        if _identity(move.header) != _identity(content.header):
-            raise SimulationError(f"Move {move.id} of {move.header} reads {content.header} instead")
-
-
-def expected_blocks(layout: Layout, part: Part) -> list[int]:
-    """The group of each block of a part, in canonical order."""
-    groups: list[int] = []
-    for group in layout.part_groups(part):
-        groups += [group] * layout.blocks_per_chunk(group)
-    return groups
-
-
-def _identity(header: ChunkHeader) -> ChunkHeader:
-    """A header without what an engine may have said wrong about a chunk's place in its chain."""
-    return replace(header, sequence=0, parent=NO_PARENT, depth=0)
+    def _note_cut(self, place: Place | None) -> None:
+        if place is not None:
+            before = self._cuts.get((place.tier, place.slab), place.slot_bytes)
+            self._cuts[place.tier, place.slab] = place.slot_bytes
+            if before != place.slot_bytes:
+                self._clock.saw(Fault.SLAB_CHANGES_OWNER)
 
 
 def _content(header: ChunkHeader, halves: list[Half]) -> Content:

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from kvstore.core.candidates import Candidates
 from kvstore.core.eviction import LeastRecentlyUsed
 from kvstore.core.layout import Part
+from kvstore.core.messages import MoveKind
 from kvstore.core.service import Service
+from kvstore.core.slots import SlotState
 from kvstore.core.tree import Tree
 from kvstore.core.tree_nodes import Copy
 from tests.sim.errors import SimulationError
@@ -27,6 +29,7 @@ def check_inside(service: Service, sessions: Iterable[SessionView]) -> None:
             raise SimulationError(
                 f"s{view.id} was told {told.hex()[:6]}, but it is {true.hex()[:6]}"
             )
+    _check_queued(service)
     for tree in state.directory.trees():
         if tree.scanning:
             continue
@@ -74,6 +77,17 @@ def _check_places(tree: Tree, copy: Copy) -> None:
         slab = tree.slabs._slabs.get(slot.slab.number)
         if slab is not slot.slab or slab.slot(slot.index) is not slot:
             raise SimulationError(f"{copy}: {slot} isn't its slab's")
+
+
+def _check_queued(service: Service) -> None:
+    """What counts as waiting for its write is in the backlog, or being written."""
+    waiting = {id(handle.slot) for handle in service._writing._backlog}
+    jobs = service._state.transfers.jobs()
+    waiting |= {id(job.source) for job in jobs if job.kind is MoveKind.WRITE}
+    for slab in service._state.directory.host.slabs.cuts():
+        for slot in slab:
+            if slot.state is SlotState.READY and slot.write_queued and id(slot) not in waiting:
+                raise SimulationError(f"{slot} waits for a write that nobody will make")
 
 
 def _check_candidate(tree: Tree, copy: Copy) -> None:

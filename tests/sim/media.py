@@ -36,9 +36,12 @@ Half = Pattern | str
 
 @dataclass(slots=True)
 class EngineMemory:
-    """One rank's paged memory. Blocks that are free hold junk, new each time."""
+    """One rank's paged memory. Blocks that are free hold junk, new each time. Moves of a sick rank
+    take ``pace`` times as long, or fail at a rate of ``fails``."""
 
     layout: Layout
+    pace: float = 1.0
+    fails: float = 0.0
     cells: dict[BlockID, list[Half]] = field(default_factory=dict)
     free: dict[int, list[int]] = field(default_factory=dict)
     scribbles: int = 0

@@ -31,6 +31,7 @@ from kvstore.core.messages import (
     Request,
     Retrieve,
     SessionID,
+    SetRevision,
     SpaceRecord,
     Store,
 )
@@ -145,6 +146,8 @@ class Model:
             case LookupReply() if isinstance(message, Lookup):
                 self._hit(self.sessions[reply.session], message, body, world)
             case EngineState():
+                if isinstance(message, SetRevision):
+                    self._forget_leases(self.sessions[reply.session])
                 self._engine_state(reply.session, body)
             case Cleared():
                 self._cleared(name, world)
@@ -170,6 +173,8 @@ class Model:
         self.counts[f"not {what}"] += body.done.count(0)
         self.counts["cancelled"] += body.cancelled
         if isinstance(ticket.message, Store):
+            if not ticket.leads(body.done):
+                raise SimulationError(f"s{name[0]} #{name[1]} isn't kept from its head: {body}")
             self._acknowledge(ticket, body)
         else:
             _compare(ticket, body)

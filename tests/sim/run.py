@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
-from kvstore.core.changes import Watch
+from kvstore.core.limits import Limits, TierLimits
 from kvstore.core.messages import Tick
+from tests.sim import themes
 from tests.sim.actors import FakeEngine, draw_prompts
 from tests.sim.damage import flip, misplace
 from tests.sim.errors import SimulationError
-from tests.sim.faults import NONE, draw
+from tests.sim.faults import Fault, draw
 from tests.sim.inside import check_inside
-from tests.sim.shapes import CONTEXTS, TENANTS, draw_engines, draw_limits
+from tests.sim.quiesce import Quiesce
+from tests.sim.shapes import CONTEXTS, HOST_SLAB_BYTES, TENANTS
 from tests.sim.steps import drawn_steps
 from tests.sim.watchers import Watchers
 from tests.sim.world import BUGS, Setting, World, shrunk
@@ -24,9 +27,10 @@ STEPS = 400
 def simulate(seed: int, steps: int = STEPS) -> Counter[str]:
     """Run a seed; returns what happened how often. Raises SimulationError with seed and story."""
     rng = random.Random(seed)
-    roomy = rng.random() < 0.25
-    setting = Setting(draw_limits(rng, roomy), draw(rng), tuple(draw_engines(rng)), roomy)
-    world = World(setting, rng.randrange(1 << 30))
+    theme, roomy = themes.draw_theme(rng), rng.random() < 0.25
+    faults = themes.faults(theme, draw(rng))
+    limits, shapes = themes.limits(theme, rng, roomy), themes.engines(theme, rng)
+    world = World(Setting(limits, faults, tuple(shapes), roomy, theme), rng.randrange(1 << 30))
     try:
         with drawn_steps(seed):
             Run(world).all(steps)
@@ -37,7 +41,7 @@ def simulate(seed: int, steps: int = STEPS) -> Counter[str]:
             f"replay: python -m tests.sim --seed {seed} --count 1 --steps {steps}"
         ) from error
     world.tally()
-    world.model.counts["events"] = world.events
+    world.model.counts["world " + theme.name] = 1
     return world.model.counts
 
 
@@ -47,27 +51,34 @@ class Run:
     def __init__(self, world: World) -> None:
         self.world = world
         contexts = CONTEXTS[:2] if world.setting.roomy else CONTEXTS
-        prompts = draw_prompts(world.rng, contexts)
+        self.theme = world.setting.theme
+        prompts = draw_prompts(world.rng, contexts, self.theme.tokens_max)
         self.engines = [FakeEngine(world, shape, prompts) for shape in world.setting.shapes]
         self.watchers = Watchers(world)
 
     def all(self, steps: int) -> None:
         """The whole run."""
         self.world.start()
-        for _ in range(steps):
+        for step in range(steps):
             self.world.run_for(self.world.rng.choice((0.0, 0.001, 0.004, 0.02)))
-            self.luck()
-            self.world.rng.choice(self.engines).act()
+            self.luck(step)
+            self.turn(step).act()
             self.watchers.act()
             if self.world.rng.random() < 0.1:
                 check_inside(self.world.service, self.world.model.sessions.values())
-        self.rest()
-        self.close()
+        Quiesce(self.world, self.engines, self.watchers).all()
         check_inside(self.world.service, ())
 
-    def luck(self) -> None:
+    def turn(self, step: int) -> FakeEngine:
+        """Whose turn it is to do something."""
+        rng, turns = self.world.rng, self.theme.turns
+        if turns and rng.random() < 0.95:
+            return self.engines[step // turns % len(self.engines)]
+        return rng.choice(self.engines)
+
+    def luck(self, step: int) -> None:
         """What happens to everyone."""
-        world, faults = self.world, self.world.setting.faults
+        world, faults = self.world, self.world.faults
         rng = world.rng
         if rng.random() < faults.flip_rate:
             flip(world)
@@ -79,49 +90,20 @@ class Run:
             world.clear(
                 rng.choice((None, *TENANTS)), rng.choice((None, model.model, model.alias, "other"))
             )
-        if rng.random() < faults.crash_rate:
-            world.crash(None if world.setting.roomy else shrunk(world.limits, rng))
-            for engine in self.engines:
-                engine.lost()
+        if rng.random() < faults.spell_rate:
+            world.story.note(world.now, f"{world.device.befall(world.now).name} begins")
+        if rng.random() < faults.crash_rate * (50 if world.is_delicate() else 1):
+            self.crash(None if world.setting.roomy else shrunk(world.limits, rng))
+        elif self.theme.shrinks and not world.setting.roomy and step % 150 == 149:
+            self.crash(replace(world.limits, host=TierLimits(rng.randint(1, 2), HOST_SLAB_BYTES)))
         if rng.random() < 0.01:
             world.run_for(rng.uniform(0.1, 20.0))
         if rng.random() < 0.05:
             world.deliver(Tick())
 
-    def rest(self) -> None:
-        """Nobody asks for more: everything asked is answered, the hands come to rest, and leases
-        that nobody released end by themselves."""
-        world = self.world
-        world.hands.faults = NONE
-        world.run_until(lambda: all(type(m) is Watch for m in world.model.open.values()))
-        world.run_until(world.service.idle)
-        world.run_for(world.limits.lease_s + 1.0)
-        self._must_hold_nothing("leases", "moves", "backlog", "pins")
-        self.watchers.check()
-
-    def close(self) -> None:
-        """Everybody leaves: nothing may be held any more."""
-        world = self.world
+    def crash(self, limits: Limits | None) -> None:
+        """The daemon dies, and its engines see that."""
+        self.world.saw(Fault.DAEMON_DIES)
+        self.world.crash(limits)
         for engine in self.engines:
-            engine.work_briefly()
-        for engine in self.engines:
-            engine.leave_all()
-        world.run_until(lambda: not any(engine.closing for engine in self.engines))
-        self._must_hold_nothing("sessions", "engines")
-        world.run_until(world.service.idle)
-        self._must_hold_nothing("leases", "moves", "backlog", "pins")
-
-    def _must_hold_nothing(self, *names: str) -> None:
-        world = self.world
-        stats = world.service.stats(world.now)
-        held = {
-            "sessions": stats.sessions,
-            "engines": len(stats.engines),
-            "leases": stats.leases,
-            "moves": stats.moves_in_flight + stats.moves_queued + len(world.hands.running),
-            "backlog": stats.write_backlog,
-            "pins": sum(tier.pinned for tier in stats.tiers),
-        }
-        left = {name: held[name] for name in names if held[name]}
-        if left:
-            raise SimulationError(f"nothing goes on, but something is still held: {left}")
+            engine.lost()

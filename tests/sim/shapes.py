@@ -10,7 +10,7 @@ from kvstore.core.layout import LayerGroup, Layout, Shard, TensorSpan
 from kvstore.core.limits import Limits, TierLimits
 
 TOKENS_PER_CHUNK = 4
-BLOCKS = 48
+BLOCKS = 112
 """Blocks of each group in an engine's memory."""
 HOST_SLAB_BYTES = 16_384
 NVME_SLAB_BYTES = 49_152

@@ -21,10 +21,12 @@ from kvstore.core.directory import Directory
 from kvstore.core.engines import Session
 from kvstore.core.errors import InvariantError
 from kvstore.core.leases import Leases
-from kvstore.core.messages import Detach, MoveStatus, Persisted
+from kvstore.core.messages import Detach, Lookup, MoveStatus, Persisted, Request
 from kvstore.core.restoring import Restoring
 from kvstore.core.retrieving import Retrieving
+from kvstore.core.room import Room
 from kvstore.core.service import Service
+from kvstore.core.slabs import SlabSpace
 from kvstore.core.slots import Slot, SlotState
 from kvstore.core.spaces import Spaces
 from kvstore.core.state import State
@@ -33,6 +35,7 @@ from kvstore.core.tickets import Ticket
 from kvstore.core.tree import Tree
 from kvstore.core.tree_nodes import Copy, lands
 from kvstore.core.watching import Watching
+from kvstore.core.writing import Writing
 from tests.sim.errors import SimulationError
 from tests.sim.run import simulate
 
@@ -226,6 +229,104 @@ def losses_are_not_told(patch: Patch) -> None:
     patch(Watching, "note", noted)
 
 
+def a_full_disk_stays_full(patch: Patch) -> None:
+    """Once there was no room for a slab, the tier never tries again."""
+    patch(Writing, "tick", lambda self: None)
+
+
+def a_full_disk_is_tried_at_once(patch: Patch) -> None:
+    """There is no room for a slab, and the next write wants one, too."""
+    patch(Writing, "_stop_growth", lambda self, nvme: None)
+
+
+def slabs_keep_their_size(patch: Patch) -> None:
+    """A model that comes second finds all slabs cut for the first one's chunks."""
+    patch(SlabSpace, "coldest_foreign", lambda self, slot_bytes: None)
+
+
+def a_burst_evicts_nothing(patch: Patch) -> None:
+    """A full tier refuses, though something could leave."""
+    patch(Room, "_evict", lambda self, slot_bytes: False)
+
+
+def what_hangs_on_a_failure_waits(patch: Patch) -> None:
+    """A store fails in the middle; what comes behind it waits for its parent for ever."""
+    patch(Tree, "fail", lambda self, slot, reason=None: self._cancel(slot, reason))
+
+
+def a_staging_slot_is_kept(patch: Patch) -> None:
+    """A read that found no host slot keeps its place in the staging ring."""
+    let_go = Directory.let_go
+
+    def kept(self: Directory, slot: Slot, move: Any) -> None:
+        if self.is_staging(slot):
+            slot.let_go(move)
+        else:
+            let_go(self, slot, move)
+
+    patch(Directory, "let_go", kept)
+
+
+def a_lookup_waits_its_turn(patch: Patch) -> None:
+    """A lookup is answered with the next event while the hands are busy."""
+    handle = Service.handle
+    late: list[Any] = []
+
+    def handled(self: Service, event: Any, now: float) -> list[Any]:
+        effects = late + handle(self, event, now)
+        late.clear()
+        lookup = isinstance(event, Request) and isinstance(event.message, Lookup)
+        if lookup and self._state.transfers.running():
+            late.extend(effects)
+            return []
+        return effects
+
+    patch(Service, "handle", handled)
+
+
+def stores_count_for_ever(patch: Patch) -> None:
+    """Bytes in flight rise with each store, and never fall."""
+    finish = State.finish_if_ended
+
+    def finished(self: State, ticket: Ticket) -> None:
+        session = self.engines.session(ticket.session)
+        finish(self, ticket)
+        if session is not None and ticket.id not in session.tickets:
+            session.store_bytes += ticket.nbytes
+
+    patch(State, "finish_if_ended", finished)
+
+
+def nothing_is_written(patch: Patch) -> None:
+    """What is committed isn't considered for NVMe."""
+    patch(Writing, "consider", lambda self, slot: None)
+
+
+def a_failed_write_is_never_tried_again(patch: Patch) -> None:
+    """A slot whose write has ended counts as waiting for it."""
+    moved = Writing.moved
+
+    def ended(self: Writing, job: Any, status: MoveStatus) -> None:
+        moved(self, job, status)
+        job.source.write_queued = True
+
+    patch(Writing, "moved", ended)
+
+
+def a_slab_loses_slots(patch: Patch) -> None:
+    """A slot that was freed in a slab that is full is given out no more."""
+    give_back = SlabSpace.give_back
+
+    def given(self: SlabSpace, slot: Slot) -> None:
+        slab = slot.slab
+        full = not slab.has_room()
+        give_back(self, slot)
+        if full and self._slabs.get(slab.number) is slab:
+            self._open[slab.slot_bytes].pop(slab.number, None)
+
+    patch(SlabSpace, "give_back", given)
+
+
 @dataclass(frozen=True)
 class Mutation:
     """A fault, and whether the outside must see it by itself."""
@@ -259,6 +360,17 @@ MUTATIONS = (
     Mutation(windows_are_not_needed, blind=True),
     Mutation(one_shard_is_enough, blind=True),
     Mutation(losses_are_not_told, blind=True),
+    Mutation(a_full_disk_stays_full, blind=True),
+    Mutation(a_full_disk_is_tried_at_once, blind=True),
+    Mutation(slabs_keep_their_size, blind=True),
+    Mutation(a_burst_evicts_nothing, blind=True),
+    Mutation(what_hangs_on_a_failure_waits, blind=True),
+    Mutation(a_staging_slot_is_kept, blind=True),
+    Mutation(a_lookup_waits_its_turn, blind=True),
+    Mutation(stores_count_for_ever, blind=True),
+    Mutation(nothing_is_written, blind=True),
+    Mutation(a_failed_write_is_never_tried_again, blind=True),
+    Mutation(a_slab_loses_slots, blind=True),
 )
 
 

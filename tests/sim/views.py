@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from kvstore.core.keys import KEY_BYTES, Namespace
 from kvstore.core.layout import NULL_BLOCK, Layout, Part
-from kvstore.core.messages import Retrieve, SessionID, Store
+from kvstore.core.limits import Limits, slot_bytes
+from kvstore.core.messages import Retrieve, SessionID, Store, TierName
 from tests.sim.media import BlockID, EngineMemory, Pattern, unpack
 from tests.sim.shapes import EngineShape
 
@@ -77,6 +78,13 @@ class TicketView:
             found += [(group, block) for block in ids[chunk * size : (chunk + 1) * size]]
         return found
 
+    def leads(self, done: bytes) -> bool:
+        """Whether a store's done chunks lead those that aren't; so it must be where each chunk has
+        one part and a chain is what it says."""
+        layout = self.session.shape.layout
+        parts = sum(bool(layout.part_groups(part)) for part in Part)
+        return parts > 1 or self.message.request == "tangled" or b"\0\1" not in done
+
     def patterns(self, key: bytes, layout: Layout, part: Part) -> list[Pattern]:
         """What the blocks of one chunk's part hold, in canonical order."""
         tenant, shard = self.space[0], self.session.shard()
@@ -85,6 +93,14 @@ class TicketView:
             for group in layout.part_groups(part)
             for number in range(layout.blocks_per_chunk(group))
         ]
+
+
+def places(limits: Limits, layout: Layout) -> int:
+    """Chunks of one shard that the whole host tier could keep: by their FULL parts, or WINDOW parts
+    where they have no others."""
+    part = Part.FULL if layout.part_groups(Part.FULL) else Part.WINDOW
+    size = slot_bytes(TierName.HOST, layout.part_bytes(part))
+    return limits.host.slabs * (limits.host.slab_bytes // size)
 
 
 def split(keys: bytes) -> list[bytes]:

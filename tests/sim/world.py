@@ -13,7 +13,6 @@ from kvstore.core.layout import Part
 from kvstore.core.limits import Limits
 from kvstore.core.messages import (
     ADMIN,
-    Cancel,
     Clear,
     Completed,
     Detach,
@@ -37,8 +36,10 @@ from kvstore.core.messages import (
     Tick,
 )
 from kvstore.core.service import Service
+from tests.sim.device import Device
+from tests.sim.duties import check_answered, check_room, check_write, refused_for_room
 from tests.sim.errors import SimulationError
-from tests.sim.faults import Faults
+from tests.sim.faults import NONE, Fault, Faults
 from tests.sim.hands import Hands
 from tests.sim.inside import check_hit
 from tests.sim.media import Disk, EngineMemory
@@ -46,6 +47,7 @@ from tests.sim.model import Model
 from tests.sim.scan import scan
 from tests.sim.shapes import EngineShape
 from tests.sim.story import Story
+from tests.sim.themes import MIXED, Theme
 from tests.sim.views import SessionView, TicketView, split
 
 BUGS = (
@@ -68,6 +70,7 @@ class Setting:
     faults: Faults
     shapes: tuple[EngineShape, ...]
     roomy: bool = False
+    theme: Theme = MIXED
 
     def leases_hold(self) -> bool:
         """Whether a lease keeps its hit whatever else goes on: all slots have one size, so that no
@@ -88,7 +91,9 @@ class World:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.story = Story()
+        self.faults = setting.faults
         self.disk = Disk()
+        self.device = Device(self.rng, self.saw)
         self.manifest: tuple[SpaceRecord, ...] = ()
         self.model = Model(setting.limits.lease_s, setting.roomy)
         self.events = 0
@@ -146,7 +151,8 @@ class World:
     def start(self) -> None:
         """Start the daemon on what the disk holds."""
         self.service = Service(self.limits, self.manifest)
-        self.hands = Hands(self, self.limits, self.setting.faults, self.disk)
+        self.hands = Hands(self, self.limits, self.disk, self.device)
+        self.hands.faults = self.faults
         self._counted = None
         self.scanned = set() if self.limits.nvme else None
         if self.limits.nvme is not None:
@@ -157,17 +163,21 @@ class World:
         """The daemon dies and comes back, perhaps with other limits."""
         self.story.note(self.now, f"CRASH, after {self.events} events")
         self.tally()
-        self.model.counts["crashes"] += 1
         self.hands.crash()
         self.life += 1
         self._disturbances += 1
         if self._persists and self.rng.random() < 0.5:
             self.manifest = self.rng.choice(self._persists).spaces
+            self.saw(Fault.MANIFEST_KEPT)
+        elif self._persists:
+            self.saw(Fault.MANIFEST_LOST)
         self._persists.clear()
         self.model.restart()
         ends, closes = list(self._on_end.values()), list(self._on_close.values())
         for mapping in (self._on_reply, self._on_end, self._on_close):
             mapping.clear()
+        if limits is not None and limits != self.limits:
+            self.saw(Fault.TIER_RESIZED)
         self.limits = limits or self.limits
         self.start()
         for end in ends:
@@ -175,23 +185,41 @@ class World:
         for close in closes:
             close()
 
+    def is_delicate(self) -> bool:
+        """Whether a crash now would cut something rare short: a manifest, or an erase."""
+        kinds = {running.move.kind for running in self.hands.running.values()}
+        return bool(self._persists) or MoveKind.ERASE in kinds
+
     def tally(self) -> None:
         """Note what this life of the daemon has counted itself."""
         stats = self.service.stats(self.now)
         self.model.counts.update(stats.drops)
+        self.model.counts[Fault.SESSION_LIMIT.name] += stats.drops.get("session_limit", 0)
         self.model.counts["evictions"] += sum(tier.evictions for tier in stats.tiers)
+
+    def saw(self, fault: Fault) -> None:
+        """A fault occurs."""
+        self.model.counts[fault.name] += 1
+
+    def calm(self) -> None:
+        """Nothing goes wrong from now on."""
+        self.faults = NONE
+        self.device.calm()
+        self.hands.calm()
 
     def deliver(self, event: Event) -> None:
         """Tell the core something, do what it wants, and check everything."""
         self.events += 1
         self.story.event(self.now, event)
-        self._counted = None
         effects = self.service.handle(event, self.now)
         self._counted = None
+        idle = isinstance(event, Tick) and not effects
+        self.model.counts["idle ticks" if idle else "events"] += 1
         for effect in effects:
             self.story.effect(self.now, effect)
             self._do(effect)
-        self.service.check_invariants()
+        if not idle or self.events % 5 == 0:
+            self.service.check_invariants()
 
     def moved(self, move: Move, event: Moved) -> None:
         """A Move's end arrives."""
@@ -210,7 +238,7 @@ class World:
         match effect:
             case Move():
                 self.model.move(effect)
-                self._check_write(effect)
+                check_write(effect, self.manifest, self.scanned)
                 self.hands.start(effect)
             case Reply():
                 self._check_hit(effect)
@@ -244,23 +272,14 @@ class World:
 
     def _persist(self) -> None:
         persist = self._persists.pop(0)
-        if self.rng.random() < self.setting.faults.persist_fails:
+        if self.rng.random() < self.faults.persist_fails:
+            self.saw(Fault.MANIFEST_FAILS)
             if self.rng.random() < 0.3:
                 self.manifest = persist.spaces
             self.deliver(Persisted(persist.number, "no space left on device"))
             return
         self.manifest = persist.spaces
         self.deliver(Persisted(persist.number))
-
-    def _check_write(self, move: Move) -> None:
-        if move.kind is not MoveKind.WRITE or move.target is None:
-            return
-        head = move.header
-        durable = {(s.tenant, s.namespace): s.epoch for s in self.manifest}
-        if durable.get((head.tenant, head.namespace)) != head.epoch:
-            raise SimulationError(f"Move {move.id} writes for an epoch that isn't durable")
-        if self.scanned is not None and move.target not in self.scanned:
-            raise SimulationError(f"Move {move.id} writes where the scan hasn't been")
 
     # ------------------------------------------------------------ sessions
 
@@ -270,6 +289,9 @@ class World:
         view = SessionView(session, shape, rank or 0)
         if rank is not None:
             view.memory = EngineMemory.of(shape.layout)
+            if self.rng.random() < self.faults.sick_rank and len(shape.shards) > 1:
+                view.memory.pace = self.rng.choice((1.0, 30.0))
+                view.memory.fails = 0.0 if view.memory.pace > 1.0 else 0.5
             self.hands.attach(session, view.memory)
         self.model.sessions[session] = view
         return view
@@ -293,11 +315,15 @@ class World:
             self.model.open[session, number] = message
             self.model.clear((session, number), message.tenant, message.model)
             self._disturbances += 1
+            if self.hands.running:
+                self.saw(Fault.CLEARED_IN_TRANSFER)
         else:
             self.model.request(request, self)
+        refused = refused_for_room(self.service)
         self.deliver(request)
-        if isinstance(message, Cancel):
-            self._check_cancelled(session, message.transfer)
+        check_answered(self, (session, number), message)
+        if session in self.model.sessions:
+            check_room(self.service, self.model.sessions[session], message, refused)
         return number
 
     def clear(self, tenant: str | None, model: str | None) -> None:
@@ -306,24 +332,19 @@ class World:
 
     def close(self, session: SessionID, on_close: Callable[[], None]) -> None:
         """A peer is gone; ``on_close`` follows when its memory has been let go."""
+        self.saw(Fault.PEER_LOST)
+        if any(running.move.session == session for running in self.hands.running.values()):
+            self.saw(Fault.PEER_LOST_IN_TRANSFER)
         self.model.close(session)
         self._on_close[session] = on_close
         for name in [name for name in self._on_reply if name[0] == session]:
             del self._on_reply[name]
         self.deliver(SessionClosed(session))
         idle = all(running.move.session != session for running in self.hands.running.values())
-        if idle and session not in self.model.detached and not self._goes_on():
+        if idle and session not in self.model.detached and not self.goes_on():
             raise SimulationError(f"s{session} isn't detached, though no Move uses its memory")
 
-    def _check_cancelled(self, session: SessionID, transfer: int) -> None:
-        """A cancel is acknowledged at once, unless a Move uses the blocks or steps are left."""
-        ticket = self.model.tickets.get((session, transfer))
-        if self._goes_on():
-            return
-        if ticket is not None and self.hands.using(session, set(ticket.blocks())) is None:
-            raise SimulationError(f"s{session} #{transfer} was cancelled, but isn't completed")
-
-    def _goes_on(self) -> bool:
+    def goes_on(self) -> bool:
         """Whether the core has work that it does in steps."""
         return self.service.next_tick_s(self.now) == 0.0
 
