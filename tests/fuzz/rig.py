@@ -87,7 +87,8 @@ class FuzzRig(Rig):
         phases = [session.phase for session in self.server.stats().sessions]
         tickets = {s.id: (sorted(s.tickets), s.store_bytes) for s in state.engines.sessions()}
         engines = {(e.tenant, e.engine): e for e in stats.engines}
-        pinned = [lease for key, lease in state.leases._leases.items() if key[0][1] == BYSTANDER]
+        every = state.leases._engines.items()
+        pinned = [one for key, mine in every if key[1] == BYSTANDER for one in mine.values()]
         return {
             "rests": self.service.idle() and not set(phases) & set(SETTLING),
             "bystander": (
