@@ -7,6 +7,7 @@ import gc
 
 import pytest
 
+from kvstore.core.eviction import LeastRecentlyUsed
 from kvstore.core.layout import Part
 from kvstore.core.messages import MoveID, MoveKind, MoveStatus
 from kvstore.core.slots import Slot
@@ -306,6 +307,18 @@ def test_families_with_slots_of_other_sizes_leave_in_one_order() -> None:
     forest.reserve("x", 0)
     forest.reserve("y", 0)
     assert forest.names() == {"a", "x", "y"}
+
+
+def test_the_only_candidate_may_be_offered_again_after_it_was_looked_at() -> None:
+    """Two sizes of families free the wanted slot; the one that wasn't taken is offered again."""
+    forest = Forest(slots=3)
+    forest.put("a")
+    copy, policy = forest.copy("a"), LeastRecentlyUsed()
+    policy.offer(copy)
+    assert policy.coldest_use(lambda copy: True) is not None
+    policy.offer(copy)
+    assert policy.take(lambda copy: True) is copy
+    assert policy.take(lambda copy: True) is None
 
 
 def test_what_has_left_is_freed_without_cyclic_collection() -> None:

@@ -70,6 +70,8 @@ def check_room(service: Service, view: SessionView, sent: Message, before: int) 
     size = sizes.pop()
     state = service._state
     host, own = state.directory.host, {bytes(sent.parent), *split(sent.keys)}
+    if host.candidates.looks_left < 0 or host.room._left <= 0:  # this event may look no further
+        return
     for slab in host.slabs.cuts():
         if slab.slot_bytes == size and slab.has_room():
             raise SimulationError(f"a chunk was refused, though slab {slab.number} has room")
