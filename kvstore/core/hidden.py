@@ -37,12 +37,13 @@ class Hidden:
     def next(self) -> Copy | None:
         """The next copy to drop, its link to its parent cut; None when nothing is hidden."""
         while self._copies:
-            child = self._copies[-1].first_child
-            if child is None:
+            copy = self._copies[-1]
+            child = copy.first_child
+            if child is not None:
+                child.unlink()
+            if copy.first_child is None:
                 self._copies.pop()
-                continue
-            child.unlink()
-            if child.live:
+            if child is not None and child.live:
                 return child
         while self._indices:
             copy = self._indices[-1].pop_any()

@@ -289,3 +289,17 @@ def test_what_is_held_by_a_policy_is_noted_in_many_small_sets() -> None:
     assert max(map(len, policy._held)) < 1000
     assert all(policy.holds(copy) for copy in copies)
     assert len(policy) == 20_000
+
+
+def test_a_swept_chain_leaves_nothing_to_unwind() -> None:
+    """Each sweep of a long chain keeps the few copies that have children left, not all it went
+    through, which the last sweep would have to go through again."""
+    forest = Forest(slots=500)
+    name = deep(400)
+    forest.put(*(name[: length + 1] for length in range(400)))
+    forest.tree.doom(forest.copy(name[0]))
+    for _ in range(390):
+        assert forest.tree.sweep(1) == 1
+        assert len(forest.tree._hidden._copies) == 1
+    forest.sweep_all()
+    assert forest.used() == 0
