@@ -37,11 +37,11 @@ class Hidden:
     def next(self) -> Copy | None:
         """The next copy to drop, its link to its parent cut; None when nothing is hidden."""
         while self._copies:
-            copy = self._copies[-1]
-            child = copy.first_child
+            above = self._copies[-1]
+            child = above.first_child
             if child is not None:
                 child.unlink()
-            if copy.first_child is None:
+            if above.first_child is None:
                 self._copies.pop()
             if child is not None and child.live:
                 return child
