@@ -2,8 +2,8 @@
 failed.
 
 The parts run one after the other, each in a process of its own: kills and stops of real processes
-at 200 random moments each, bursts of 2 GiB and damaged files, the simulator with fresh
-seeds, and a daemon under load. ``--seconds`` is how long each of the last two runs.
+at 200 random moments each, bursts of 2 GiB and damaged files, fuzzing, the simulator with
+fresh seeds, and a daemon under load. ``--seconds`` is how long each of the last two runs.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def parts(points: int, seconds: float) -> list[Part]:
     return [
         Part("kills and stops", (*PYTEST, "tests/crash"), "passed", kills),
         Part("faults and bursts", (*PYTEST, "tests/faults"), "passed", faults),
+        Part("fuzzing", (*PYTEST, "tests/fuzz"), "passed", {"FUZZ_EXAMPLES": "100000"}),
         Part("simulator", ("tests.sim", "--seconds", str(seconds), "--quiet"), "seeds from"),
         Part("load", ("tests.soak.load", "--seconds", str(seconds)), "retrieved"),
     ]
