@@ -32,8 +32,11 @@ def simulate(seed: int, steps: int = STEPS) -> Counter[str]:
     limits, shapes = themes.limits(theme, rng, roomy), themes.engines(theme, rng)
     world = World(Setting(limits, faults, tuple(shapes), roomy, theme), rng.randrange(1 << 30))
     try:
+        run = Run(world)
         with drawn_steps(seed):
-            Run(world).all(steps)
+            run.all(steps)
+        Quiesce(world, run.engines, run.watchers).all()
+        check_inside(world.service, ())
     except BUGS as error:
         kind = "" if isinstance(error, SimulationError) else f"{type(error).__name__}: "
         raise SimulationError(
@@ -57,7 +60,7 @@ class Run:
         self.watchers = Watchers(world)
 
     def all(self, steps: int) -> None:
-        """The whole run."""
+        """All that happens until nothing goes wrong any more."""
         self.world.start()
         for step in range(steps):
             self.world.run_for(self.world.rng.choice((0.0, 0.001, 0.004, 0.02)))
@@ -66,8 +69,6 @@ class Run:
             self.watchers.act()
             if self.world.rng.random() < 0.1:
                 check_inside(self.world.service, self.world.model.sessions.values())
-        Quiesce(self.world, self.engines, self.watchers).all()
-        check_inside(self.world.service, ())
 
     def turn(self, step: int) -> FakeEngine:
         """Whose turn it is to do something."""
