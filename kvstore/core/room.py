@@ -72,7 +72,8 @@ class Room:
 
     def _reclaim(self, slot_bytes: int) -> bool:
         """Doom every copy with a slot in a slab of another size, in steps, so that it can be cut
-        for this one; tells whether all of one are. What is held or leased meanwhile is spared."""
+        for this one; tells whether a slot may have come of it. What is held or leased meanwhile is
+        spared, and its slab gives out slots again."""
         slabs = self._tree.slabs
         slab = self._leaving or slabs.coldest_foreign(slot_bytes)
         if slab is None:
@@ -83,7 +84,7 @@ class Room:
         elif slab.kept():
             self._leaving = None
             slabs.take_back(slab)
-            return False
+            return True
         while self._next < len(slab.slots) and self._left > 0:
             slot = slab.slots[self._next]
             self._next += 1

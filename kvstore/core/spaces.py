@@ -69,11 +69,12 @@ class Space:
 @dataclass(slots=True)
 class Spaces:
     """All spaces by (tenant, namespace digest), and the numbered Persist effects that are under
-    way."""
+    way. ``_unpersisted`` has the number of the first Persist that holds a space's record, in the
+    order in which they came."""
 
     _spaces: dict[tuple[str, bytes], Space] = field(default_factory=dict)
     _records: dict[tuple[str, bytes], SpaceRecord] = field(default_factory=dict)
-    _unpersisted: dict[Space, None] = field(default_factory=dict)
+    _unpersisted: dict[Space, int] = field(default_factory=dict)
     _number: int = 0
     _durable: int = 0
 
@@ -141,12 +142,14 @@ class Spaces:
         return Persist(self._number, tuple(self._records.values()))
 
     def persisted(self, number: int) -> None:
-        """A Persist is durable; with it are all before it, as each replaces the whole."""
+        """A Persist is durable; with it are all before it, as each replaces the whole. A space that
+        came after the Persist was made, as in the steps of a clear, waits for its own."""
         self._durable = max(self._durable, number)
-        if self._durable == self._number:
-            for space in self._unpersisted:
-                space.persisted = True
-            self._unpersisted = {}
+        for space, held_by in list(self._unpersisted.items()):
+            if held_by > self._durable:
+                break
+            space.persisted = True
+            del self._unpersisted[space]
 
     def all(self) -> list[Space]:
         """All current spaces."""
@@ -164,4 +167,4 @@ class Spaces:
         self._spaces[key] = space
         self._records[key] = record
         if not space.persisted:
-            self._unpersisted[space] = None
+            self._unpersisted[space] = self._number + 1

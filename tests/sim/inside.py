@@ -40,6 +40,11 @@ def check_inside(service: Service, sessions: Iterable[SessionView]) -> None:
                 _check_places(tree, copy)
 
 
+def clears_in_steps(service: Service) -> bool:
+    """Whether a clear goes on at the next Tick: it takes effect somewhere before its answer."""
+    return service._clearing.running()
+
+
 def check_hit(service: Service, view: SessionView, keys: list[bytes]) -> None:
     """Raise SimulationError unless each chunk of a hit is in some tier, and all above it too."""
     state = service._state

@@ -41,7 +41,7 @@ from tests.sim.duties import check_answered, check_room, check_write, refused_fo
 from tests.sim.errors import SimulationError
 from tests.sim.faults import NONE, Fault, Faults
 from tests.sim.hands import Hands
-from tests.sim.inside import check_hit
+from tests.sim.inside import check_hit, clears_in_steps
 from tests.sim.media import Disk, EngineMemory
 from tests.sim.model import Model
 from tests.sim.scan import scan
@@ -211,6 +211,7 @@ class World:
         """Tell the core something, do what it wants, and check everything."""
         self.events += 1
         self.story.event(self.now, event)
+        self._disturbances += clears_in_steps(self.service)
         effects = self.service.handle(event, self.now)
         self._counted = None
         idle = isinstance(event, Tick) and not effects
