@@ -65,9 +65,12 @@ class Candidates:
     ) -> Copy | None:
         """Take the copy used longest ago from all queues that free a slot of this size. Policies
         pass over copies that may not leave; when no look is left, the next is taken for granted and
-        looked at here: it is offered again when it may leave."""
+        looked at here: it is offered again when it may leave. The guard costs no look, as it comes
+        back each time."""
 
         def look(copy: Copy) -> bool:
+            if copy is self.guard:
+                return False
             self.looks_left -= 1
             return self.looks_left < 0 or test(copy)
 
