@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -88,9 +88,10 @@ class WorkerSide:
         """Take one step's orders. What isn't asked for in this step is reported as failed, or as
         ended. Stores of the step before that nobody asked for (vLLM doesn't end each step where it
         decodes speculatively) are asked for now: their blocks are held."""
-        self.start_stores(guarded)
-        self._orders, self._unsaved = orders, orders.stores
+        late, self._unsaved = self._unsaved, orders.stores
+        self._orders = orders
         self._unasked = [load.request for load in orders.loads]
+        self._ask_for(late, guarded)
         if orders.revision and self._session is not None:
             self._session.set_revision(orders.revision, timeout_s=0.0)
 
@@ -105,9 +106,7 @@ class WorkerSide:
     def start_stores(self, guarded: Guarded) -> None:
         """Ask for this step's stores: what they read was computed in this step or before."""
         stores, self._unsaved = self._unsaved, ()
-        for store in stores:
-            if not guarded("store", partial(self._store, store), False):
-                self._ended.append(store.number)
+        self._ask_for(stores, guarded)
 
     def results(self) -> KVConnectorTransferResults:
         """What has ended: each load once, also one that was never asked for."""
@@ -183,6 +182,12 @@ class WorkerSide:
             memory.nbytes, chunk, namespace.format,
         )  # fmt: skip
         return session
+
+    def _ask_for(self, stores: Iterable[Store], guarded: Guarded) -> None:
+        """Ask for stores; those that can't be asked for have ended."""
+        for store in stores:
+            if not guarded("store", partial(self._store, store), False):
+                self._ended.append(store.number)
 
     def _load(self, load: Load) -> bool:
         """Ask for a load; tells whether it was."""
