@@ -148,7 +148,7 @@ class Mover:
     def _carry_out(self, move: Move) -> MoveStatus:
         """How a Move ended: the outer boundary of everything below.
 
-        The one broad ``except`` is here: whatever goes wrong, the thread lives on and the core
+        The mover's broad ``except`` is here: whatever goes wrong, the thread lives on and the core
         learns that the Move has ended, or its slots and the engine's blocks would be lost.
         """
         try:
