@@ -236,7 +236,7 @@ class EngineServer:
             self._mover.submit(effect)
         elif isinstance(effect, Detach):
             self._sessions.detach(effect.session)
-        else:
+        elif isinstance(effect, Persist):
             self._persister.submit(effect)
 
     def _answer_admin(self, effect: Reply) -> None:

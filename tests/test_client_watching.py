@@ -10,7 +10,7 @@ import pytest
 from kvstore import ChunkChange, ChunkChanges, Client, SchedulerSession, Shard, TierName
 from kvstore import create_host_memory as create
 from kvstore.core.changes import Changes
-from kvstore.core.messages import Refused
+from kvstore.core.messages import LOCAL_TIERS, Refused
 from kvstore.proto_gen import engine_pb2 as pb
 from kvstore.wire_messages import write_reply
 from tests.client_rig import BareDaemon, bare_daemon, keys_of
@@ -131,7 +131,7 @@ def test_a_real_daemon_tells_what_is_stored_and_what_a_clear_took(
 
         eventually(complete)
         assert {(c.key, c.tier, c.present) for c in seen} == {
-            (key, tier, True) for key in keys for tier in TierName
+            (key, tier, True) for key in keys for tier in LOCAL_TIERS
         }
         assert daemon.kvstore("clear", "--all", "--yes").returncode == 0
         assert told(scheduler, lambda c: c.resync) == ChunkChanges(resync=True)

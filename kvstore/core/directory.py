@@ -13,7 +13,7 @@ from kvstore.core.eviction import Policy
 from kvstore.core.keys import KEY_BYTES
 from kvstore.core.layout import Part
 from kvstore.core.limits import Limits
-from kvstore.core.messages import MoveID, TierName
+from kvstore.core.messages import LOCAL_TIERS, MoveID, TierName
 from kvstore.core.slabs import Slab
 from kvstore.core.slots import Slot, SlotState
 from kvstore.core.spaces import Space
@@ -37,7 +37,7 @@ class Directory:
         self.host = Tree(TierName.HOST, limits.host, policy)
         self.nvme = None if limits.nvme is None else Tree(TierName.NVME, limits.nvme, policy)
         self._trees = (self.host,) if self.nvme is None else (self.host, self.nvme)
-        self._counts = {tier: TierCount() for tier in TierName}
+        self._counts = {tier: TierCount() for tier in LOCAL_TIERS}
         self._staging_from = limits.host.slabs
         size = limits.host.slab_bytes
         self._staging = [

@@ -38,15 +38,40 @@ class TierLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteLimits:
+    """What the core keeps of the remote tier, and asks of it at a time."""
+
+    probe_s: float = 0.02
+    """So long a lookup waits for its probe; then the local answer stands."""
+    probes_max: int = 64
+    """Probes for lookups at a time; beyond it a lookup gets its local answer at once."""
+    probe_names_max: int = 8192
+    """Values that one probe asks for: keys x shards x parts; what is beyond isn't looked for."""
+    waiters_max: int = 1024
+    """Lookups that wait for a probe at a time; beyond it one gets its local answer at once."""
+    answers_max: int = 4096
+    """Answers of probes that are remembered, each for ``answer_s``."""
+    answer_bytes_max: int = 8 << 20
+    """Keys kept with them."""
+    answer_s: float = 1.0
+    read_depth: int = 4
+    write_depth: int = 4
+    backlog_max: int = 16_384
+    """Chunk parts that wait for their write (they hold no pin); beyond it they are dropped and
+    counted."""
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """Sizes, depths and deadlines of the core.
 
     Host memory in all = (host.slabs + staging_slots) * host.slab_bytes: staging slot i is slab
-    host.slabs + i, whole. ``nvme`` None: no NVMe tier.
+    host.slabs + i, whole. ``nvme`` None: no NVMe tier; ``remote`` None: no Redis tier.
     """
 
     host: TierLimits
     nvme: TierLimits | None = None
+    remote: RemoteLimits | None = None
     staging_slots: int = 4
     lease_s: float = 60.0
     """A lease ends this long after its last lookup; it protects presence only."""

@@ -15,6 +15,7 @@ from typing import NewType
 from kvstore.core.changes import Changes, Watch
 from kvstore.core.keys import ChunkKey, Namespace
 from kvstore.core.layout import Layout, Part, Shard
+from kvstore.core.remote_messages import RemoteCleared, RemoteEffect, RemoteEvent
 from kvstore.core.words import Word
 
 SessionID = NewType("SessionID", int)
@@ -28,6 +29,11 @@ class TierName(Word):
 
     HOST = "host"
     NVME = "nvme"
+    REDIS = "redis"
+
+
+LOCAL_TIERS = (TierName.HOST, TierName.NVME)
+"""Those that the core keeps an index of; the remote one is probed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +42,8 @@ class Place:
     apart.
 
     Host: the byte offset in the arena is slab * slab_bytes + index * slot_bytes. NVMe: file
-    ``slab``, byte offset index * slot_bytes.
+    ``slab``, byte offset index * slot_bytes. Redis: ``slab`` is the fleet's epoch of the namespace,
+    the header says the rest.
     """
 
     tier: TierName
@@ -47,12 +54,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """Everything that stands in a header at rest but lengths, codec and checksums, which the tier
-    adds.
-
-    Compared field by field on every read (``sequence`` excepted): a slot that holds anything else
-    is a miss.
-    """
+    """What a header at rest says, but lengths, codec and checksums, which the tier adds. Compared
+    field by field on every read, ``sequence`` excepted: anything else there is a miss."""
 
     key: ChunkKey
     parent: ChunkKey
@@ -115,8 +118,7 @@ class Move:
     blocks: tuple[tuple[int, bytes], ...] = ()
 
 
-# ---------------------------------------------------------------- requests (one message of a
-# session)
+# ---------------------------------------------------------------- requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +194,8 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """Forget all chunks of the namespaces of a tenant that match (None: any). Admin only.
-
-    ``model`` matches a namespace's model or its alias.
-    """
+    """Forget all chunks of the namespaces of a tenant that match (None: any). Admin only. ``model``
+    matches a namespace's model or its alias."""
 
     tenant: str | None
     model: str | None
@@ -272,7 +272,7 @@ class Persisted:
     error: str = ""
 
 
-Event = Request | Moved | SessionClosed | Tick | Scanned | ScanDone | Persisted
+Event = Request | Moved | SessionClosed | Tick | Scanned | ScanDone | Persisted | RemoteEvent
 
 
 # ---------------------------------------------------------------- replies
@@ -304,9 +304,7 @@ class Refused:
 @dataclass(frozen=True, slots=True)
 class EngineState:
     """Reply to Register, Attach and SetRevision, and a push (reply ID 0) whenever it changes.
-
-    ``namespace`` is the digest that keys start from; empty until all shards are registered.
-    """
+    ``namespace`` is the digest that keys start from; empty until all shards are registered."""
 
     engine: str
     ready: bool
@@ -346,10 +344,11 @@ class Completed:
 @dataclass(frozen=True, slots=True)
 class Cleared:
     """A clear is durable: ``chunks`` in ``namespaces`` namespaces are gone from every local
-    tier."""
+    tier. ``remote`` says what became of the fleet's chunks; None where there is no remote tier."""
 
     namespaces: int
     chunks: int
+    remote: RemoteCleared | None = None
 
 
 Body = Done | Refused | EngineState | LookupReply | Completed | Cleared | Changes
@@ -394,4 +393,4 @@ class Persist:
     spaces: tuple[SpaceRecord, ...]
 
 
-Effect = Move | Reply | Detach | Persist
+Effect = Move | Reply | Detach | Persist | RemoteEffect

@@ -14,14 +14,13 @@ from typing import Any
 from kvstore.core.cancelling import Cancelling
 from kvstore.core.changes import Watch
 from kvstore.core.clearing import Clearing
-from kvstore.core.engines import Engine, Session
+from kvstore.core.engines import Session
 from kvstore.core.errors import InvariantError
 from kvstore.core.eviction import LeastRecentlyUsed, Policy
 from kvstore.core.invariants import check
 from kvstore.core.joining import Joining
-from kvstore.core.keys import KEY_BYTES
-from kvstore.core.leases import Lease, asked
-from kvstore.core.limits import Limits, Partial
+from kvstore.core.limits import Limits
+from kvstore.core.looking import Looking
 from kvstore.core.messages import (
     Attach,
     Cancel,
@@ -30,13 +29,12 @@ from kvstore.core.messages import (
     Done,
     Effect,
     Event,
-    HitStatus,
     Lookup,
-    LookupReply,
     Message,
     Moved,
     MoveKind,
     MoveStatus,
+    Persisted,
     Refused,
     Register,
     Release,
@@ -53,13 +51,11 @@ from kvstore.core.messages import (
 )
 from kvstore.core.restoring import Restoring
 from kvstore.core.retrieving import Retrieving
-from kvstore.core.spaces import Space
 from kvstore.core.state import State
 from kvstore.core.stats import CoreStats, Drop, SpaceStats
 from kvstore.core.storing import Storing
 from kvstore.core.transfers import Job
 from kvstore.core.tree import Tree
-from kvstore.core.tree_nodes import Copy
 from kvstore.core.watching import Watching
 from kvstore.core.writing import Writing
 
@@ -89,6 +85,7 @@ class Service:
         self._retrieving = Retrieving(self._state)
         self._restoring = Restoring(self._state)
         self._joining = Joining(self._state)
+        self._looking = Looking(self._state)
         self._clearing = Clearing(self._state, self._writing)
         self._watching = Watching(self._state)
         self._cancelling = Cancelling(self._state, self._storing, self._retrieving)
@@ -111,7 +108,7 @@ class Service:
             MoveKind.ERASE: self._retrieving.erased,
         }
         self._verbs: dict[type[Message], Callable[[Session, int, Any], None]] = {
-            Lookup: self._lookup,
+            Lookup: self._looking.lookup,
             Release: self._release,
             Store: self._storing.store,
             Retrieve: self._retrieving.retrieve,
@@ -143,8 +140,10 @@ class Service:
             self._restoring.scanned(event.slots)
         elif isinstance(event, ScanDone):
             self._restoring.done()
-        else:
+        elif isinstance(event, Persisted):
             self._clearing.persisted(event)
+        else:
+            raise InvariantError(f"{event}: there is no remote tier")
         self._settle()
         self._dispatch()
         effects, state.effects = state.effects, []
@@ -243,50 +242,6 @@ class Service:
         ticket = session.tickets.get(message.transfer)
         if ticket is not None:
             self._cancelling.add([ticket], Drop.CANCELLED)
-
-    def _lookup(self, session: Session, number: int, message: Lookup) -> None:
-        state, engine = self._state, session.engine
-        space, count = engine.space, len(message.keys) // KEY_BYTES
-        chunks = 0
-        if state.limits.partial is Partial.MISS and engine.uncached():
-            space = None
-        if space is not None and count:
-            lease = state.leases.renew(engine.key, message.request, message.keys, state.now)
-            if lease is None:
-                chunks, pins = state.directory.hit(space, message.keys, engine.window_chunks)
-                self._take_lease(engine, message, chunks, pins)
-                state.lookups += 1
-                state.lookup_tokens += count * engine.tokens_per_chunk
-                state.hit_tokens += chunks * engine.tokens_per_chunk
-            else:
-                chunks = self._renewed(engine, space, message, lease)
-        status = HitStatus.HIT if chunks else HitStatus.MISS
-        state.reply(session.id, number, LookupReply(status, chunks))
-
-    def _renewed(self, engine: Engine, space: Space, message: Lookup, lease: Lease) -> int:
-        """What a lease still promises. Where that is less than what it pins, it pins that much from
-        now on: the window parts that a shorter hit needs are others. It never rises again."""
-        directory = self._state.directory
-        lease.chunks = directory.step_down(space, lease.keys, lease.chunks, engine.window_chunks)
-        keys = lease.keys[: lease.chunks * KEY_BYTES]
-        if not keys or len(keys) == len(lease.keys):
-            return lease.chunks
-        chunks, pins = directory.hit(space, keys, engine.window_chunks)
-        self._take_lease(engine, message, chunks, pins)
-        return chunks
-
-    def _take_lease(
-        self, engine: Engine, message: Lookup, chunks: int, pins: list[tuple[Tree, Copy]]
-    ) -> None:
-        """Lease a hit. A miss takes none, so that what is stored next is seen at once."""
-        leases = self._state.leases
-        if not chunks:
-            leases.release(engine.key, message.request)
-            return
-        keys, deadline_s = message.keys, self._state.now + leases.lease_s
-        lease = Lease(asked(keys), keys[: chunks * KEY_BYTES], chunks, pins, deadline_s)
-        lease.early = any(tree.scanning for tree in self._state.directory.trees())
-        leases.take(engine.key, message.request, lease)
 
     # ------------------------------------------------------------ other events
 

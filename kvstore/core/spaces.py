@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from kvstore.core.errors import CapacityError
-from kvstore.core.messages import Persist, SpaceRecord, TierName
+from kvstore.core.messages import LOCAL_TIERS, Persist, SpaceRecord, TierName
 from kvstore.core.tree_nodes import Index
 
 SPACES_MAX = 65_536
@@ -49,7 +49,7 @@ class Space:
         self.tokens = 0
         self.persisted = persisted
         self.alive = True
-        self.index: dict[TierName, Index] = {tier: Index() for tier in TierName}
+        self.index: dict[TierName, Index] = {tier: Index() for tier in LOCAL_TIERS}
 
     def record(self) -> SpaceRecord:
         """As the manifest keeps it."""

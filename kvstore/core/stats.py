@@ -33,6 +33,14 @@ class Drop(Enum):
     NVME_ADMISSION = "nvme_admission"
     NVME_WRITE_FAILED = "nvme_write_failed"
     EVICTED_BEFORE_WRITE = "evicted_before_write"
+    REDIS_BACKLOG = "redis_backlog"
+    REDIS_DOWN = "redis_down"
+    REDIS_PROBE_FAILED = "redis_probe_failed"
+    REDIS_WRITE_FAILED = "redis_write_failed"
+    REDIS_FULL = "redis_full"
+    REDIS_READ_FAILED = "redis_read_failed"
+    REDIS_LOST = "redis_lost"
+    EVICTED_BEFORE_REDIS = "evicted_before_redis"
     SCAN_TORN = "scan_torn"
     SCAN_ORPHAN = "scan_orphan"
     SCAN_OLD_EPOCH = "scan_old_epoch"
@@ -68,6 +76,31 @@ class TierStats:
     pinned: int
     scanning: bool
     full: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStats:
+    """What the core knows of the remote tier. ``hits`` and ``misses`` count chunks of lookups
+    beyond their local hit, while it was ``up``.
+
+    ``probes`` were made for lookups, ``probes_failed`` of them; ``waiting`` lookups are pending
+    now, ``timed_out`` got their local answer at the deadline, ``late`` probes came after it and
+    were remembered, ``remembered`` lookups were answered by one. ``backlog`` chunk parts wait for
+    their write; ``present`` weren't written as they were there already, ``written`` were.
+    """
+
+    up: bool
+    hits: int
+    misses: int
+    probes: int
+    probes_failed: int
+    waiting: int
+    timed_out: int
+    late: int
+    remembered: int
+    backlog: int
+    present: int
+    written: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +157,7 @@ class CoreStats:
     drops: dict[str, int] = field(default_factory=dict)
     watchers: int = 0
     changes_dropped: int = 0
+    remote: RemoteStats | None = None
 
 
 class Histogram:
