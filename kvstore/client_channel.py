@@ -149,11 +149,12 @@ class Channel:
             return self._peer.fileno(), events
 
     def attend(self) -> bool:
-        """Send what waits and take in what has come; False where another thread does so."""
+        """Send what waits and take in what has come; False where another thread is about to take it
+        in. That one polls without a look at what was queued since."""
         with self.condition:
+            self.flush()
             if self._polling:
                 return False
-            self.flush()
             self.drain()
             self.condition.notify_all()
             return True

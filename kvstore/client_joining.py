@@ -87,13 +87,14 @@ class Registering:
 
     def join(self) -> Join:
         """The next try, under the revision of now."""
-        return Join(self._message(), () if self._fd is None else (self._fd,))
+        fd = self._fd  # once: another thread may close it
+        return Join(self._message(), () if fd is None else (fd,))
 
     def close(self) -> None:
-        """Let the descriptor go. Idempotent."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        """Let the descriptor go. Idempotent, from several threads at a time too."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
 
     def _message(self) -> pb.ClientMessage:
         registration = self._registration

@@ -298,9 +298,11 @@ class LineWatcher:
         if thread is not None:
             self.wake()
             thread.join()
-            self._thread = None
-            os.close(self._wake_fd)
-            self._wake_fd = -1
+            with self._lock:
+                self._thread = None
+                if self._wake_fd >= 0:
+                    os.close(self._wake_fd)
+                self._wake_fd = -1
 
     def abandon(self) -> None:
         """In a forked child: the thread isn't there, and its lock may be held for ever."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.core.errors import InvariantError, KVStoreError, LayoutMismatchError
+from kvstore.core.errors import CapacityError, InvariantError, KVStoreError, LayoutMismatchError
 from kvstore.core.layout import Layout
 from kvstore.core.limits import Limits
 from kvstore.core.messages import Move, MoveKind, SessionID
 from kvstore.device.base import Blocks
 from kvstore.device.pages import HostPages
 from kvstore.device.shm import HostMapping, map_memory
+from kvstore.machine import memory_facts
 from kvstore.mover import Mover
 from kvstore.server_connections import EnginePages
+from kvstore.units import format_size
 
 _HOST_READS = (MoveKind.LOAD, MoveKind.WRITE)
 _HOST_WRITES = (MoveKind.STORE, MoveKind.READ)
@@ -86,13 +89,26 @@ class Hands:
 
 def open_pages(limits: Limits, fd: int, nbytes: int, layout: Layout) -> MappedPages:
     """Map an engine's memory; runs in a thread of the link. Raises LayoutMismatchError, before
-    anything is mapped where no slab could hold a chunk."""
+    anything is mapped where no slab could hold a chunk, and CapacityError."""
     reason = limits.too_large(layout)
     if reason:
         raise LayoutMismatchError(reason)
+    _check_room(fd, nbytes)
     mapping = map_memory(fd, nbytes)
     try:
         return MappedPages(mapping, layout)
     except KVStoreError:
         mapping.close()
         raise
+
+
+def _check_room(fd: int, nbytes: int) -> None:
+    """Refuse memory whose pages don't exist yet and can't all come to exist: to fault them in would
+    end with the kernel killing somebody, likely this process. Raises CapacityError."""
+    missing = nbytes - 512 * os.fstat(fd).st_blocks
+    available = memory_facts().available_bytes
+    if missing > available:
+        raise CapacityError(
+            f"memory: {format_size(missing)} of {format_size(nbytes)} were never touched, and this "
+            f"machine has {format_size(available)} left; register memory that is there"
+        )

@@ -182,11 +182,13 @@ class FolderCheck:
                 newest[name] = max(newest.get(name, -1), header.sequence)
         rooted = _rooted([h for _, h in found if (_chunk(h), h.shard, h.part) in newest])
         for spot, header in found:
+            name = (_chunk(header), header.shard, header.part)
             if epochs.get((header.tenant, header.namespace)) != header.epoch:
                 yield spot, Verdict.OLD_EPOCH
-            elif newest[_chunk(header), header.shard, header.part] != header.sequence:
+            elif newest.get(name) != header.sequence:
                 yield spot, Verdict.DUPLICATE
             else:
+                del newest[name]  # a copy of the very same slot is one, too
                 yield spot, Verdict.VALID if _chunk(header) in rooted else Verdict.ORPHAN
 
 
@@ -200,7 +202,7 @@ def _look(fd: int, spot: Spot, end: int) -> tuple[Verdict, ChunkHeader | None, i
     except ChunkCorruptError:
         return Verdict.CORRUPT, None, block.nbytes
     room = min(spot.slot_bytes, end - spot.offset) - HEADER_BYTES
-    if payload.stored_bytes > room:
+    if not codecs.is_possible(header, payload, room):
         return Verdict.TORN, None, block.nbytes
     stored = _read(fd, spot.offset + HEADER_BYTES, payload.stored_bytes)
     whole = codecs.payload_checksum(stored) == payload.checksum

@@ -8,12 +8,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvstore.codecs.base import Payload, pack
+from kvstore.core.keys import ChunkKey
 from kvstore.core.messages import Place, ScannedSlot, TierName
 from kvstore.testing import SlabBytes, pattern, sample_header, scanned
 from kvstore.tiers.block_io import BlockIO
@@ -28,6 +32,7 @@ from tests.nvme_bench import (
     FaultyIO,
     crash_and_reopen,
     found,
+    header,
     holds,
     place,
     put,
@@ -132,6 +137,31 @@ def test_torn_payload_is_never_reported_after_a_crash(tier: NvmeTier) -> None:
     tier.close()
     tier.open()
     assert found(tier) == expected
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"payload_bytes": 0},
+        {"payload_bytes": SLOT_BYTES},
+        {"shard": 1},
+        {"depth": 3},
+        {"parent": ChunkKey(b"p" * 32)},
+        {"sequence": (1 << 64) - 1},
+    ],
+    ids=str,
+)
+def test_whole_header_of_an_impossible_chunk_is_damage(tier: NvmeTier, odd: dict[str, Any]) -> None:
+    """Somebody wrote a header whose checksum is right and which no daemon writes: no bytes, more
+    than the slot has, a shard or a parent that can't be, a sequence after which there is none."""
+    put(tier, 0, 1)
+    tier.close()
+    raw = pack(replace(header(2), **odd), Payload(0, 1, PAYLOAD_BYTES, 0))
+    SlabBytes(tier.folder).poke(place(1), 0, raw)
+    tier.open()
+    slots = scanned(tier)
+    assert [slot.place for slot in slots if slot.damaged] == [place(1)]
+    assert [slot.place for slot in slots if slot.header is not None] == [place(0)]
 
 
 def test_newest_writes_are_verified_wherever_they_lie(tmp_path: Path) -> None:

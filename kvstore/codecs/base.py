@@ -47,7 +47,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvstore.core.errors import ChunkCorruptError, LayoutMismatchError
-from kvstore.core.keys import KEY_BYTES, ChunkKey
+from kvstore.core.keys import KEY_BYTES, NO_PARENT, ChunkKey
 from kvstore.core.layout import DTYPES, Part
 from kvstore.core.messages import ChunkHeader
 
@@ -56,6 +56,8 @@ FORMAT_VERSION = 1
 TENANT_BYTES_MAX = 128
 CODEC_IDS = {"identity": 0}
 """Codec IDs at rest: only ever append."""
+SEQUENCES_END = 1 << 63
+"""No daemon counts so many writes; one that believed a higher number would soon have none left."""
 
 _MAGIC = b"kvchunk\n"
 _KIND_CHUNK, _KIND_ERASED = 1, 2
@@ -151,6 +153,14 @@ def unpack(block: bytes | memoryview | NDArray[np.uint8]) -> tuple[ChunkHeader, 
         part=Part(part), payload_bytes=raw_bytes, sequence=sequence,
     )  # fmt: skip
     return header, Payload(codec_id, codec_version, stored_bytes, checksum)
+
+
+def is_possible(header: ChunkHeader, payload: Payload, room_bytes: int) -> bool:
+    """Whether a whole header can be that of a chunk in so much room: whoever finds one and doesn't
+    look for a certain chunk has nothing else to compare it to."""
+    fits = 0 < payload.stored_bytes <= room_bytes and 0 < header.payload_bytes <= room_bytes
+    counted = header.shard < header.shards and header.sequence < SEQUENCES_END
+    return fits and counted and (header.parent == NO_PARENT) == (header.depth == 0)
 
 
 def erased() -> bytes:

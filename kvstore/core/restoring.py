@@ -30,7 +30,7 @@ class Restoring:
     def __init__(self, state: State) -> None:
         self._state = state
         self._loose: dict[Space, Index] = {}
-        self._stand_ins = 0
+        self._loose_slots = 0
         self._entered = Spread()
         self._ended = False
 
@@ -80,12 +80,11 @@ class Restoring:
     # ------------------------------------------------------------ private
 
     def _end(self, nvme: Tree) -> None:
-        orphans = sum(map(len, self._loose.values())) - self._stand_ins
-        self._state.drop(Drop.SCAN_ORPHAN, orphans)
+        self._state.drop(Drop.SCAN_ORPHAN, self._loose_slots)
         for index in self._loose.values():
             nvme.drop_index(index)
         self._loose = {}
-        self._stand_ins = 0
+        self._loose_slots = 0
         self._ended = False
         nvme.slabs.open_unseen()
         nvme.scanning = False
@@ -122,6 +121,7 @@ class Restoring:
         if self._is_in(nvme, copy):
             nvme.offer(copy)
         else:
+            self._loose_slots += 1
             self._hang_up(nvme, copy)
         return None
 
@@ -138,11 +138,9 @@ class Restoring:
             copy = self._make(space, header.key, header.depth)
         else:
             copy.depth = header.depth
-            self._stand_ins -= 1
         if header.depth:
             if parent is None:
                 parent = self._make(space, header.parent, header.depth - 1)
-                self._stand_ins += 1
             copy.parent = parent
             copy.link()
         return copy
@@ -174,6 +172,7 @@ class Restoring:
         if parent is not None and not self._is_in(nvme, parent):
             return
         self._loose[copy.space].remove(copy)
+        self._loose_slots -= len(copy.slots())
         copy.find_anchor()
         nvme.enter(copy)
         nvme.offer(copy)
@@ -189,6 +188,7 @@ class Restoring:
         if not older or copy is None or former.holders or former.state is not SlotState.READY:
             return False
         self._state.drop(Drop.SCAN_DUPLICATE)
+        self._loose_slots -= not self._is_in(nvme, copy)
         copy.put(former.part, former.shard, None)
         copy.count_ready(former.part, -1)
         former.evict()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codecs.base import HEADER_BYTES, is_free, unpack
+from kvstore.codecs.base import HEADER_BYTES, is_free, is_possible, unpack
 from kvstore.core.errors import ChunkCorruptError
 from kvstore.core.messages import ChunkHeader, Place, ScannedSlot, TierName
 from kvstore.tiers.base import SCAN_BATCH_SLOTS, ScanReport
@@ -91,7 +91,7 @@ class SlabScan:
             self._damaged += 1
             return None
         room = min(place.slot_bytes, end - offset) - HEADER_BYTES
-        if payload.stored_bytes > room or header.payload_bytes > room:
+        if not is_possible(header, payload, room):
             self._damaged += 1
             return None
         return header
