@@ -12,6 +12,7 @@ from kvstore.core.errors import CapacityError, InvariantError, KVStoreError, Lay
 from kvstore.core.layout import Layout
 from kvstore.core.limits import Limits
 from kvstore.core.messages import Move, MoveKind, SessionID
+from kvstore.core.remote_messages import RemoteEffect
 from kvstore.device.base import Blocks
 from kvstore.device.pages import HostPages
 from kvstore.device.shm import HostMapping, map_memory
@@ -74,16 +75,20 @@ class Hands:
         """Do this Move, then report Moved."""
         self._mover.submit(move)
 
+    def remote(self, effect: RemoteEffect) -> None:
+        """Ask the remote tier, then report the answer."""
+        self._mover.remote(effect)
+
     def traffic(self) -> HostTraffic:
         """What passed through the host arena; a snapshot."""
-        kinds = {k: v for lane in self._mover.stats().lanes for k, v in lane.kinds.items()}
-        reads = [kinds[kind] for kind in _HOST_READS]
-        writes = [kinds[kind] for kind in _HOST_WRITES]
+        kinds = [kind for lane in self._mover.stats().lanes for kind in lane.kinds.items()]
+        reads = [stats for kind, stats in kinds if kind in _HOST_READS]
+        writes = [stats for kind, stats in kinds if kind in _HOST_WRITES]
         return HostTraffic(
-            reads=sum(kind.moves for kind in reads),
-            read_bytes=sum(kind.nbytes for kind in reads),
-            writes=sum(kind.moves for kind in writes),
-            write_bytes=sum(kind.nbytes for kind in writes),
+            reads=sum(stats.moves for stats in reads),
+            read_bytes=sum(stats.nbytes for stats in reads),
+            writes=sum(stats.moves for stats in writes),
+            write_bytes=sum(stats.nbytes for stats in writes),
         )
 
 

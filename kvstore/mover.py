@@ -2,7 +2,8 @@
 
 Each kind of Move has a lane: a queue served by a few threads (mover_lanes.py). How deep a lane gets
 is the core's decision; the mover refuses nothing. A Move holds what it names and waits for nothing
-else, so lanes can't block one another.
+else, so lanes can't block one another. Redis has lanes of its own, and threads for what the core
+asks of it beside Moves (mover_remote.py); they start when ``open_remote`` brings it.
 
 Every Move that is submitted is reported exactly once, after the last access to its memory. Errors
 that are expected become a MoveStatus here; anything else is a bug in the code below, which must
@@ -23,6 +24,7 @@ from kvstore.core.errors import (
     KVStoreError,
     LayoutMismatchError,
     SessionLostError,
+    TierUnavailableError,
 )
 from kvstore.core.messages import (
     Move,
@@ -33,8 +35,10 @@ from kvstore.core.messages import (
     SessionID,
     TierName,
 )
+from kvstore.core.remote_messages import RemoteEffect
 from kvstore.device.base import Pages
-from kvstore.mover_lanes import LANES, Lane, LaneName, LaneStats
+from kvstore.mover_lanes import REDIS_LANES, Lane, LaneName, LaneStats, lane_of
+from kvstore.mover_remote import NOT_OPEN, Answer, RemoteAsks, RemoteTier
 from kvstore.tiers.base import ChunkForeignError, Tier
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.priority import Home
@@ -55,6 +59,9 @@ class MoverThreads:
     copy: int = min(2, os.cpu_count() or 1)
     read: int = 8
     write: int = 4
+    redis_read: int = 4
+    redis_write: int = 4
+    redis_probe: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +88,11 @@ class Mover:
         report: Report,
         threads: MoverThreads | None = None,
         hook: Hook | None = None,
+        answer: Answer | None = None,
     ) -> None:
         self._host = host
-        self._tiers = dict(tiers)
+        self._local = dict(tiers)
+        self._tiers: dict[TierName, Tier | RemoteTier] = dict(tiers)
         self._report = report
         self._hook = hook
         self._pages: dict[SessionID, Pages] = {}
@@ -92,17 +101,30 @@ class Mover:
             LaneName.COPY: Lane(LaneName.COPY, counts.copy),
             LaneName.READ: Lane(LaneName.READ, counts.read),
             LaneName.WRITE: Lane(LaneName.WRITE, counts.write),
+            LaneName.REDIS_READ: Lane(LaneName.REDIS_READ, counts.redis_read),
+            LaneName.REDIS_WRITE: Lane(LaneName.REDIS_WRITE, counts.redis_write),
         }
+        self._asks = RemoteAsks(answer or _ignore, counts.redis_probe)
         self._unexpected = 0
 
     def open(self) -> None:
         """Start the threads; raises TierUnavailableError where the system refuses one, and
         ``close`` ends the others."""
-        for lane in self._lanes.values():
-            lane.start(self._run)
+        for name in (LaneName.COPY, LaneName.READ, LaneName.WRITE):
+            self._lanes[name].start(self._run)
+
+    def open_remote(self, tier: RemoteTier) -> None:
+        """Begin to use the remote tier, beside a mover that is open already. Raises
+        TierUnavailableError as ``open`` does."""
+        for name in REDIS_LANES.values():
+            self._lanes[name].start(self._run)
+        self._tiers[TierName.REDIS] = tier
+        self._asks.open(tier)
 
     def close(self) -> None:
-        """Carry out what was submitted, then end the threads. Idempotent."""
+        """Carry out what was submitted, then end the threads. Idempotent. The remote tier is closed
+        before, so that what waits for a server ends."""
+        self._asks.close()
         for lane in self._lanes.values():
             lane.stop()
 
@@ -116,7 +138,17 @@ class Mover:
 
     def submit(self, move: Move) -> None:
         """Queue a Move; returns at once. Its Moved follows, whatever happens."""
-        self._lanes[LANES[move.kind]].put(move)
+        name = lane_of(move)
+        if name in REDIS_LANES.values() and TierName.REDIS not in self._tiers:
+            _failed(move, MoveStatus.FAILED, TierUnavailableError(NOT_OPEN))
+            self._tell([(move, MoveStatus.FAILED)])
+            return
+        self._lanes[name].put(move)
+
+    def remote(self, effect: RemoteEffect) -> None:
+        """Carry out what the core asks of the remote tier; returns at once. A Probe and a
+        RemoteClear are answered, whatever happens."""
+        self._asks.submit(effect)
 
     def stats(self) -> MoverStats:
         """A snapshot."""
@@ -126,9 +158,13 @@ class Mover:
             for lane in lanes
             if lane.threads_alive < lane.threads
         )
-        if self._unexpected:
-            degraded = degraded or f"{self._unexpected} Moves failed by an unexpected error"
-        return MoverStats(lanes, len(self._pages), self._unexpected, degraded)
+        asks = self._asks.stats()
+        if asks.threads_alive < asks.threads:
+            degraded = degraded or "a thread that asks Redis has ended"
+        unexpected = self._unexpected + asks.unexpected_errors
+        if unexpected:
+            degraded = degraded or f"{unexpected} Moves or probes failed by an unexpected error"
+        return MoverStats(lanes, len(self._pages), unexpected, degraded)
 
     def _run(self, lane: Lane, home: Home) -> None:
         ended: list[tuple[Move, MoveStatus]] = []
@@ -204,7 +240,7 @@ class Mover:
 
     def _erase(self, move: Move) -> None:
         place = _place(move.target or move.source, move)
-        self._tiers[place.tier].erase(place)
+        self._local[place.tier].erase(place)
 
     def _session_pages(self, move: Move) -> Pages:
         pages = None if move.session is None else self._pages.get(move.session)
@@ -226,6 +262,10 @@ _ACTIONS: dict[MoveKind, Callable[[Mover, Move], None]] = {
 }
 
 
+def _ignore(answer: object) -> None:
+    """Nobody asks where there is no remote tier."""
+
+
 def _place(place: Place | None, move: Move) -> Place:
     if place is None:
         raise LayoutMismatchError(f"mover: a {move.kind.value} names no place")
@@ -233,7 +273,9 @@ def _place(place: Place | None, move: Move) -> Place:
 
 
 def _failed(move: Move, status: MoveStatus, error: Exception) -> MoveStatus:
-    _log.info(
+    remote = lane_of(move) in REDIS_LANES.values()
+    _log.log(
+        logging.DEBUG if remote else logging.INFO,
         "mover: %s ended as %s: key=%s session=%s: %s",
         move.kind.value, status.value, move.header.key.hex()[:16], move.session, error,
     )  # fmt: skip

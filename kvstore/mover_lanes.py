@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from kvstore.core.messages import Move, MoveKind, MoveStatus
+from kvstore.core.messages import Move, MoveKind, MoveStatus, TierName
 from kvstore.tiers.priority import Home, lower_priority
 from kvstore.tiers.threads import start_thread
 
@@ -33,6 +33,8 @@ class LaneName(Enum):
     COPY = "copy"
     READ = "read"
     WRITE = "write"
+    REDIS_READ = "redis-read"
+    REDIS_WRITE = "redis-write"
 
 
 LANES = {
@@ -42,6 +44,20 @@ LANES = {
     MoveKind.WRITE: LaneName.WRITE,
     MoveKind.ERASE: LaneName.WRITE,
 }
+"""Of Moves between engines, host and NVMe."""
+REDIS_LANES = {
+    MoveKind.READ: LaneName.REDIS_READ,
+    MoveKind.WRITE: LaneName.REDIS_WRITE,
+}
+"""Of Moves from and to Redis: a sick server never occupies the threads of the others."""
+
+
+def lane_of(move: Move) -> LaneName:
+    """The lane that carries a Move out."""
+    remote = TierName.REDIS
+    if any(place is not None and place.tier is remote for place in (move.source, move.target)):
+        return REDIS_LANES[move.kind]
+    return LANES[move.kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +102,8 @@ class Lane:
         self._lock = threading.Lock()
         self._running = 0
         self._done = dict.fromkeys(MoveStatus, 0)
-        self._kinds = {kind: KindStats() for kind, lane in LANES.items() if lane is name}
+        kinds = [*LANES.items(), *REDIS_LANES.items()]
+        self._kinds = {kind: KindStats() for kind, lane in kinds if lane is name}
         self._busy_s = 0.0
 
     def start(self, run: Callable[[Lane, Home], None]) -> None:

@@ -152,8 +152,7 @@ class EngineServer:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def stop(self, drain_s: float) -> None:
-        """Stop accepting, let the core finish for at most ``drain_s``, end all sessions, return
-        from ``run``."""
+        """Stop accepting, drain for at most ``drain_s``, end all sessions, return from ``run``."""
         self._drain_s = drain_s
         self._call_soon(self._wake_up)
 
@@ -238,6 +237,8 @@ class EngineServer:
             self._sessions.detach(effect.session)
         elif isinstance(effect, Persist):
             self._persister.submit(effect)
+        else:
+            self._mover.remote(effect)
 
     def _answer_admin(self, effect: Reply) -> None:
         answer = self._admin_waiting.pop(effect.id, None)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from kvstore.core.layout import Layout
 from kvstore.core.messages import Move, SessionID
+from kvstore.core.remote_messages import RemoteEffect
 from kvstore.server_connections import EnginePages
 
 OpenPages = Callable[[int, int, Layout], EnginePages]
@@ -27,3 +28,6 @@ class Mover(Protocol):
 
     def submit(self, move: Move) -> None:
         """Do this Move, then report Moved."""
+
+    def remote(self, effect: RemoteEffect) -> None:
+        """Ask the remote tier, then report the answer."""

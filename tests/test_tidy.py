@@ -24,6 +24,7 @@ BROAD_EXCEPT_ALLOWED = {
     "kvstore/server.py": "whatever the core raises stops the daemon",
     "kvstore/client_link.py": "an engine's event may raise anything into the client's thread",
     "kvstore/mover.py": "a Move's end must be reported, whatever happened below",
+    "kvstore/mover_remote.py": "a probe's answer must be reported, whatever happened below",
     "connectors/kvstore_transformers/engine.py": "the connector's entry",
     "connectors/kvstore_vllm/connector.py": "the connector's entry",
 }

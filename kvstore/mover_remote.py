@@ -1,0 +1,159 @@
+"""RemoteAsks: what the core asks of the remote tier beside Moves: probes, entries and clears.
+
+Probes have threads of their own, as lookups wait for them; entries and clears share another one,
+in order. Each Probe and each RemoteClear is answered exactly once, whatever happens: with an error
+where the tier isn't open, refuses, or fails in a way that nobody expected.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.core.errors import KVStoreError
+from kvstore.core.messages import ChunkHeader, Place
+from kvstore.core.remote_messages import (
+    Probe,
+    Probed,
+    RemoteClear,
+    RemoteCleared,
+    RemoteEffect,
+    RemoteEnter,
+)
+from kvstore.tiers.priority import lower_priority
+from kvstore.tiers.threads import start_thread
+
+_log = logging.getLogger(__name__)
+
+Answer = Callable[[Probed | RemoteCleared], None]
+"""Told, in the threads of RemoteAsks or of who asked, of what became of a Probe or RemoteClear."""
+NOT_OPEN = "the tier isn't open"
+
+_Queue = queue.SimpleQueue[RemoteEffect | None]
+
+
+class RemoteTier(Protocol):
+    """The remote tier as the mover knows it. Calls come from several threads, have deadlines of
+    their own, and raise KVStoreErrors without secrets; after its close each raises at once."""
+
+    def read(self, place: Place, header: ChunkHeader, out: NDArray[np.uint8]) -> None:
+        """As a Tier's; ``place.slab`` is the fleet's epoch."""
+
+    def write(self, place: Place, header: ChunkHeader, payload: NDArray[np.uint8]) -> None:
+        """As a Tier's."""
+
+    def probe(self, probe: Probe) -> Probed:
+        """Which keys are there."""
+
+    def enter(self, enter: RemoteEnter) -> None:
+        """Make a namespace known, for clears."""
+
+    def clear(self, clear: RemoteClear) -> RemoteCleared:
+        """Raise the epochs of matching namespaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskStats:
+    """A snapshot: threads that were started and that live, and errors that nobody expected."""
+
+    threads: int
+    threads_alive: int
+    unexpected_errors: int
+
+
+class RemoteAsks:
+    """Carries out Probes in ``probe_threads`` threads and everything else in one."""
+
+    def __init__(self, answer: Answer, probe_threads: int) -> None:
+        self._answer = answer
+        self._count = probe_threads
+        self._tier: RemoteTier | None = None
+        self._probes: _Queue = queue.SimpleQueue()
+        self._errands: _Queue = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._unexpected = 0
+
+    def open(self, tier: RemoteTier) -> None:
+        """Begin to ask this tier. Raises TierUnavailableError where the system refuses a thread,
+        and ``close`` ends the others."""
+        for number in range(self._count):
+            self._start(f"redis-probe-{number}", self._probes)
+        self._start("redis-errand", self._errands)
+        with self._lock:
+            self._tier = tier
+
+    def close(self) -> None:
+        """Answer what was asked, then end the threads. Idempotent."""
+        with self._lock:
+            self._tier = None
+        for _ in range(self._count):
+            self._probes.put(None)
+        self._errands.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def submit(self, effect: RemoteEffect) -> None:
+        """Carry out an effect soon; returns at once."""
+        with self._lock:
+            if self._tier is not None:
+                (self._probes if isinstance(effect, Probe) else self._errands).put(effect)
+                return
+        self._refuse(effect, NOT_OPEN)
+
+    def stats(self) -> AskStats:
+        """A snapshot."""
+        alive = sum(thread.is_alive() for thread in self._threads)
+        return AskStats(len(self._threads), alive, self._unexpected)
+
+    def _start(self, name: str, waiting: _Queue) -> None:
+        self._threads.append(start_thread(name, lambda: self._serve(waiting)))
+
+    def _serve(self, waiting: _Queue) -> None:
+        lower_priority()
+        while (effect := waiting.get()) is not None:
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: RemoteEffect) -> None:
+        """The outer boundary of everything below: the broad ``except`` is here, so that the thread
+        lives on and the core has its answer."""
+        tier = self._tier
+        if tier is None:
+            self._refuse(effect, NOT_OPEN)
+            return
+        try:
+            answer = _asked(tier, effect)
+        except KVStoreError as error:
+            self._refuse(effect, str(error) or type(error).__name__)
+            return
+        except Exception as error:  # noqa: BLE001
+            self._unexpected += 1
+            _log.exception("redis: %s failed", type(effect).__name__)
+            self._refuse(effect, f"an unexpected {type(error).__name__}")
+            return
+        if answer is not None:
+            self._answer(answer)
+
+    def _refuse(self, effect: RemoteEffect, reason: str) -> None:
+        if isinstance(effect, Probe):
+            self._answer(Probed(effect.id, 0, (), reason))
+        elif isinstance(effect, RemoteClear):
+            self._answer(RemoteCleared(effect.number, 0, reason))
+        else:
+            _log.info("redis: a namespace isn't entered, so a clear by model misses it: %s", reason)
+
+
+def _asked(tier: RemoteTier, effect: RemoteEffect) -> Probed | RemoteCleared | None:
+    if isinstance(effect, Probe):
+        return tier.probe(effect)
+    if isinstance(effect, RemoteClear):
+        return tier.clear(effect)
+    tier.enter(effect)
+    return None
