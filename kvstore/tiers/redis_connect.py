@@ -1,0 +1,82 @@
+"""Connecting by redis-py: TCP, TLS or a Unix socket, credentials, database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.tiers.redis_driver import (
+    Connection,
+    NoBackoff,
+    Retry,
+    SSLConnection,
+    UnixDomainSocketConnection,
+    redis,
+)
+from kvstore.tiers.redis_errors import of_connect
+from kvstore.tiers.redis_lane import AnyConnection, Lane
+from kvstore.tiers.redis_settings import RedisSettings, host_text
+
+_RESP = 2
+"""Of RESP 3 nothing is used here, and pushes would come between replies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """What a server is told first; a Sentinel has no database."""
+
+    username: str = ""
+    password: str = field(default="", repr=False)
+    database: int = 0
+
+
+def login_of(settings: RedisSettings) -> Login:
+    """What the address and settings say."""
+    address = settings.address
+    return Login(address.username, address.password, address.database)
+
+
+def connect(settings: RedisSettings, host: str, port: int, login: Login) -> Lane:
+    """A lane to a server; ``host`` is the path of a Unix socket where ``port`` is 0. Raises
+    TierUnavailableError (AuthFailedError is one)."""
+    server = host_text(host, port) if port else host
+    try:
+        connection = _connection(settings, host, port, login)
+        connection.connect()  # type: ignore[no-untyped-call]
+        return Lane(connection, settings.operation_timeout_s)
+    except (redis.RedisError, OSError, UnicodeError) as error:
+        raise of_connect(error, server) from _bare(error)
+
+
+def _connection(settings: RedisSettings, host: str, port: int, login: Login) -> AnyConnection:
+    common: dict[str, Any] = {
+        "db": login.database,
+        "username": login.username or None,
+        "password": login.password or None,
+        "socket_timeout": settings.connect_timeout_s,
+        "socket_connect_timeout": settings.connect_timeout_s,
+        "protocol": _RESP,
+        "retry": Retry(NoBackoff(), 0),
+    }
+    if not port:
+        make_unix: Callable[..., UnixDomainSocketConnection] = UnixDomainSocketConnection
+        return make_unix(path=host, **common)
+    if not settings.address.tls:
+        return Connection(host=host, port=port, **common)  # type: ignore[no-untyped-call]
+    return SSLConnection(
+        host=host,
+        port=port,
+        ssl_ca_certs=settings.ca or None,
+        ssl_certfile=settings.cert or None,
+        ssl_keyfile=settings.key or None,
+        ssl_cert_reqs="required",
+        ssl_check_hostname=True,
+        **common,
+    )
+
+
+def _bare(error: BaseException) -> BaseException | None:
+    """The cause to keep in a traceback: an answer to AUTH may quote it, so those are left out."""
+    refused = isinstance(error, redis.ResponseError | redis.AuthenticationError)
+    return None if refused else error

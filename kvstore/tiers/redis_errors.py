@@ -1,0 +1,74 @@
+"""What a server refuses, as our errors. No text here holds credentials: what redis-py says about a
+refused handshake may quote the command, so only its kind is told."""
+
+from __future__ import annotations
+
+from kvstore.core.errors import (
+    CapacityError,
+    ChunkCorruptError,
+    KVStoreError,
+    TierUnavailableError,
+)
+from kvstore.tiers.redis_driver import redis
+from kvstore.tiers.redis_lane import ReplyError
+
+AUTH_FAILED = "auth failed"
+_AUTH_CODES = ("NOAUTH", "WRONGPASS")
+_SICK_CODES = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "READONLY", "BUSY", "MISCONF")
+"""The server is there and doesn't serve; to the breaker that is a failure."""
+_TEXT_MAX = 120
+
+
+class AuthFailedError(TierUnavailableError):
+    """The server refuses our credentials, or wants some."""
+
+
+def of_reply(error: ReplyError, server: str) -> KVStoreError:
+    """What an error reply to a command of the lane means; those commands hold no secrets."""
+    if error.code == "OOM":
+        return CapacityError(f"redis: {server} is full (maxmemory)")
+    if error.code in _AUTH_CODES:
+        return AuthFailedError(f"redis: {server}: {AUTH_FAILED}")
+    text = str(error)[:_TEXT_MAX]
+    if error.code == "WRONGTYPE":
+        return ChunkCorruptError(f"redis: {server}: {text}")
+    return TierUnavailableError(f"redis: {server}: {text}")
+
+
+def is_sick(error: ReplyError) -> bool:
+    """Whether an error reply counts as a failure of the server."""
+    return error.code in _SICK_CODES or error.code in _AUTH_CODES
+
+
+def of_connect(
+    error: redis.RedisError | OSError | UnicodeError, server: str
+) -> TierUnavailableError:
+    """What an error of connecting means."""
+    if isinstance(error, redis.AuthenticationError):
+        return AuthFailedError(f"redis: {server}: {AUTH_FAILED}")
+    if isinstance(error, redis.ResponseError):
+        code = str(error).partition(" ")[0]
+        said = code if code.isupper() and code.isalpha() else type(error).__name__
+        return TierUnavailableError(f"redis: {server} refuses the handshake ({said})")
+    if isinstance(error, redis.TimeoutError | TimeoutError):
+        return TierUnavailableError(f"redis: {server} doesn't answer in time")
+    if isinstance(error, redis.ConnectionError):
+        return TierUnavailableError(f"redis: {server} can't be reached: {_cause(error)}")
+    return TierUnavailableError(f"redis: {server} can't be reached: {_cause(error)}")
+
+
+def of_lane(error: OSError, server: str) -> TierUnavailableError:
+    """What a lane that broke means."""
+    if isinstance(error, TimeoutError):
+        return TierUnavailableError(f"redis: {server} doesn't answer in time")
+    return TierUnavailableError(f"redis: {server}: {error.strerror or error}")
+
+
+def _cause(error: BaseException) -> str:
+    """The system's own word for it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror[:_TEXT_MAX]
+        cause = cause.__cause__ or cause.__context__
+    return type(error).__name__
