@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from kvstore.core.retrieving import Retrieving
+from kvstore.core.reads import Reads
 from kvstore.core.state import State
 from kvstore.core.stats import Drop
 from kvstore.core.storing import Storing
@@ -24,10 +24,10 @@ STEP_PARTS = 128
 class Cancelling:
     """The tickets that are being stopped, the one that is next first."""
 
-    def __init__(self, state: State, storing: Storing, retrieving: Retrieving) -> None:
+    def __init__(self, state: State, storing: Storing, reads: Reads) -> None:
         self._state = state
         self._storing = storing
-        self._retrieving = retrieving
+        self._reads = reads
         self._tickets: deque[tuple[Ticket, Drop]] = deque()
 
     def add(self, tickets: Iterable[Ticket], reason: Drop) -> None:
@@ -61,7 +61,7 @@ class Cancelling:
         transfers, done = self._state.transfers, 0
         self._state.batches.drop(ticket)
         done += self._storing.cancel(ticket, reason, most)
-        done += self._retrieving.cancel(ticket, most - done)
+        done += self._reads.cancel(ticket, most - done)
         while ticket.moves and done < most:
             job = transfers.queued_job(ticket.moves.pop())
             if job is not None:

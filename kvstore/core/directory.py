@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.core.eviction import Policy
 from kvstore.core.keys import KEY_BYTES
@@ -28,6 +29,19 @@ class TierCount:
 
     hits: int = 0
     misses: int = 0
+
+
+class Seen(NamedTuple):
+    """What local tiers have of a chain: the FULL parts of [0, ``host``) and [0, ``nvme``), and a
+    hit of ``chunks``."""
+
+    host: int
+    nvme: int
+    chunks: int
+
+    def run(self) -> int:
+        """Leading chunks whose FULL parts are there."""
+        return max(self.host, self.nvme)
 
 
 class Directory:
@@ -53,24 +67,38 @@ class Directory:
         """The tree of one tier."""
         return self.host if tier is TierName.HOST else self.nvme
 
-    def hit(
-        self, space: Space, keys: bytes, window_chunks: int
-    ) -> tuple[int, list[tuple[Tree, Copy]]]:
-        """The longest hit on a chain of keys from its root, and the copies that its lease pins."""
+    def see(self, space: Space, keys: bytes, window_chunks: int) -> Seen:
+        """What there is of a chain of keys from its root, and the longest hit on it."""
         host = self.host.visible_run(space, keys)
         nvme = 0 if self.nvme is None else self.nvme.visible_run(space, keys)
-        chunks = max(host, nvme)
-        chunks = self.step_down(space, keys, chunks, window_chunks)
-        host = min(host, chunks)
-        self._count(len(keys) // KEY_BYTES, host, chunks)
+        return Seen(host, nvme, self.step_down(space, keys, max(host, nvme), window_chunks))
+
+    def pin(
+        self, space: Space, keys: bytes, seen: Seen, window_chunks: int
+    ) -> list[tuple[Tree, Copy]]:
+        """The copies that the lease of a hit on ``keys`` pins; each is a use."""
+        chunks = len(keys) // KEY_BYTES
+        host = min(seen.host, chunks)
         pins = self._deepest(self.host, space, keys, host)
         if self.nvme is not None:
-            below = self._deepest(self.nvme, space, keys, min(nvme, chunks))
+            below = self._deepest(self.nvme, space, keys, min(seen.nvme, chunks))
             pins += below if chunks > host else []
         for place in range(max(0, chunks - window_chunks), chunks):
             found = self._window(space, _key(keys, place))
             pins += [found] if found is not None else []
-        return chunks, pins
+        return pins
+
+    def has_window(self, space: Space, key: bytes) -> bool:
+        """Whether a local tier has a chunk's WINDOW part."""
+        return self._window(space, key) is not None
+
+    def count(self, asked: int, seen: Seen) -> None:
+        """Count a lookup's chunks."""
+        host = min(seen.host, seen.chunks)
+        self._counts[TierName.HOST].hits += host
+        self._counts[TierName.HOST].misses += asked - host
+        self._counts[TierName.NVME].hits += seen.chunks - host
+        self._counts[TierName.NVME].misses += asked - seen.chunks
 
     def tell(self, space: Space, key: bytes) -> None:
         """Have watchers told where a chunk is that an engine uses; nothing where nobody watches."""
@@ -98,6 +126,10 @@ class Directory:
                 slot.reserve(None, shard, part, payload_bytes)
                 return slot
         return None
+
+    def staging_for_remote(self) -> int:
+        """Staging slots that reads from the remote tier may occupy."""
+        return max(1, len(self._staging) // 2)
 
     def is_staging(self, slot: Slot) -> bool:
         """Whether the slot belongs to the staging ring."""
@@ -138,12 +170,6 @@ class Directory:
             scanning=tree.scanning,
             full=tree.slabs.growth_stopped,
         )
-
-    def _count(self, asked: int, host: int, chunks: int) -> None:
-        self._counts[TierName.HOST].hits += host
-        self._counts[TierName.HOST].misses += asked - host
-        self._counts[TierName.NVME].hits += chunks - host
-        self._counts[TierName.NVME].misses += asked - chunks
 
     def _deepest(
         self, tree: Tree, space: Space, keys: bytes, chunks: int

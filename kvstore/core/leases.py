@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
+from kvstore.core.answers import Found
 from kvstore.core.keys import KEY_BYTES
+from kvstore.core.spaces import Space
 from kvstore.core.tree import Tree
 from kvstore.core.tree_nodes import Copy
 
@@ -30,7 +32,8 @@ class Lease:
 
     ``keys`` are those of the hit only. ``asked`` names the keys of the lookup: their number and the
     last one, which covers all before it. An ``early`` one was taken while a scan went on: more may
-    have been found since, so it doesn't fix the answer, until a retrieve has failed.
+    have been found since, so it doesn't fix the answer, until a retrieve has failed. ``found`` is
+    what the remote tier had, where the hit needs that; nothing keeps it there.
     """
 
     asked: tuple[int, bytes]
@@ -38,13 +41,24 @@ class Lease:
     chunks: int
     pins: list[tuple[Tree, Copy]]
     deadline_s: float
+    space: Space
     request: str = ""
     siblings: dict[str, Lease] = field(default_factory=dict)
     early: bool = False
+    found: Found | None = None
 
     def holds(self) -> bool:
         """Whether everything that it promised is still there."""
-        return all(copy.live and copy.space.alive and tree.rooted(copy) for tree, copy in self.pins)
+        return self.space.alive and all(copy.live and tree.rooted(copy) for tree, copy in self.pins)
+
+    def depth(self, key: bytes, guess: int = 0) -> int | None:
+        """Where a key is among those of the hit, if it is. Quick with a right guess."""
+        if self.keys[guess * KEY_BYTES : (guess + 1) * KEY_BYTES] == key:
+            return guess
+        place = self.keys.find(key)
+        while place >= 0 and place % KEY_BYTES:
+            place = self.keys.find(key, place + 1)
+        return None if place < 0 else place // KEY_BYTES
 
 
 class Leases:
@@ -63,12 +77,17 @@ class Leases:
 
     def renew(self, engine: EngineKey, request: str, keys: bytes, now: float) -> Lease | None:
         """The request's lease, prolonged, if it is for the same keys and still holds."""
-        lease = self._find(engine, request)
+        lease = self.of(engine, request)
         if lease is None or lease.early or lease.asked != asked(keys) or not lease.holds():
             return None
         lease.deadline_s = now + self.lease_s
         self._order.move_to_end(lease)
         return lease
+
+    def of(self, engine: EngineKey, request: str) -> Lease | None:
+        """The request's lease, if it has one."""
+        leases = self._engines.get(engine)
+        return None if leases is None else leases.get(request)
 
     def take(self, engine: EngineKey, request: str, lease: Lease) -> None:
         """Start a lease, which replaces the request's former one; beyond the limits those whose
@@ -86,19 +105,17 @@ class Leases:
 
     def cut(self, engine: EngineKey, request: str, key: bytes) -> None:
         """A retrieve of this key failed: the answer is cut before it."""
-        lease = self._find(engine, request)
+        lease = self.of(engine, request)
         if lease is None:
             return
-        place = lease.keys.find(key)
-        while place >= 0 and place % KEY_BYTES:
-            place = lease.keys.find(key, place + 1)
-        if place >= 0:
+        depth = lease.depth(key)
+        if depth is not None:
             lease.early = False
-            lease.chunks = min(lease.chunks, place // KEY_BYTES)
+            lease.chunks = min(lease.chunks, depth)
 
     def release(self, engine: EngineKey, request: str) -> None:
         """End a request's lease; nothing happens where there is none."""
-        lease = self._find(engine, request)
+        lease = self.of(engine, request)
         if lease is not None:
             self._end(lease)
             if not lease.siblings:
@@ -144,10 +161,6 @@ class Leases:
 
     def __len__(self) -> int:
         return len(self._order)
-
-    def _find(self, engine: EngineKey, request: str) -> Lease | None:
-        leases = self._engines.get(engine)
-        return None if leases is None else leases.get(request)
 
     def _end(self, lease: Lease) -> None:
         del self._order[lease]

@@ -49,11 +49,14 @@ class RemoteLimits:
     """Values that one probe asks for: keys x shards x parts; what is beyond isn't looked for."""
     waiters_max: int = 1024
     """Lookups that wait for a probe at a time; beyond it one gets its local answer at once."""
+    waiting_bytes_max: int = 64 << 20
+    """Keys that they keep."""
     answers_max: int = 4096
     """Answers of probes that are remembered, each for ``answer_s``."""
     answer_bytes_max: int = 8 << 20
     """Keys kept with them."""
     answer_s: float = 1.0
+    """For so long an answer, or that none came in time, is taken for the next lookups, too."""
     read_depth: int = 4
     write_depth: int = 4
     backlog_max: int = 16_384

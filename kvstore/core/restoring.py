@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from kvstore.core.cascades import Spread
 from kvstore.core.keys import ChunkKey
-from kvstore.core.messages import ChunkHeader, ScannedSlot
+from kvstore.core.messages import ChunkHeader, ScanDone, Scanned
 from kvstore.core.slots import Slot, SlotState
 from kvstore.core.spaces import Space
 from kvstore.core.state import State
@@ -34,12 +34,12 @@ class Restoring:
         self._entered = Spread()
         self._ended = False
 
-    def scanned(self, slots: tuple[ScannedSlot, ...]) -> None:
+    def scanned(self, event: Scanned) -> None:
         """Take over a batch of slots."""
         nvme = self._state.directory.nvme
         if nvme is None:
             return
-        for found in slots:
+        for found in event.slots:
             self._state.drop(Drop.SCAN_TORN, found.damaged)
             slot = nvme.slabs.adopt(found.place)
             if slot is None:
@@ -53,7 +53,7 @@ class Restoring:
                     nvme.slabs.give_back(slot)
         self.step()
 
-    def done(self) -> None:
+    def done(self, _: ScanDone) -> None:
         """The scan has ended: once all that can follow has, the rest are orphans."""
         self._ended = True
         self.step()

@@ -1,8 +1,8 @@
 """Service: the pure brain. ``handle(event, now) -> effects``, and nothing else happens in it.
 
 One thread drives it. Each event is handled to its end: what it settles settles tickets, what it
-commits is considered for NVMe, and the Moves that may go out now are handed out. Work whose size
-isn't bounded by the event (sweeps, expiry) goes on in steps at Ticks.
+commits is considered for lower tiers, and the Moves that may go out now are handed out. Work whose
+size isn't bounded by the event (sweeps, expiry) goes on in steps at Ticks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from kvstore.core.messages import (
     Lookup,
     Message,
     Moved,
-    MoveKind,
     MoveStatus,
     Persisted,
     Refused,
@@ -43,18 +42,21 @@ from kvstore.core.messages import (
     ScanDone,
     Scanned,
     SessionClosed,
-    SessionID,
     SetRevision,
     SpaceRecord,
     Store,
     Tick,
 )
+from kvstore.core.reads import Reads
+from kvstore.core.remote_messages import Probed, RemoteCleared, RemoteState
+from kvstore.core.remote_tier import RemoteTier
 from kvstore.core.restoring import Restoring
 from kvstore.core.retrieving import Retrieving
+from kvstore.core.sharing import Sharing
 from kvstore.core.state import State
 from kvstore.core.stats import CoreStats, Drop, SpaceStats
 from kvstore.core.storing import Storing
-from kvstore.core.transfers import Job
+from kvstore.core.transfers import Job, Lane, Sources
 from kvstore.core.tree import Tree
 from kvstore.core.watching import Watching
 from kvstore.core.writing import Writing
@@ -81,14 +83,18 @@ class Service:
         self._state = State(limits, policy)
         self._state.spaces.restore(spaces)
         self._writing = Writing(self._state)
-        self._storing = Storing(self._state, self._writing)
-        self._retrieving = Retrieving(self._state)
+        self._sharing = Sharing(self._state)
+        self._looking = Looking(self._state)
+        self._probing = self._looking.probing
+        self._reads = Reads(self._state, self._probing.deny)
+        self._storing = Storing(self._state, self._writing, self._sharing)
+        self._retrieving = Retrieving(self._state, self._reads)
+        self._remote = RemoteTier(self._state, self._probing, self._sharing, self._reads)
         self._restoring = Restoring(self._state)
         self._joining = Joining(self._state)
-        self._looking = Looking(self._state)
         self._clearing = Clearing(self._state, self._writing)
         self._watching = Watching(self._state)
-        self._cancelling = Cancelling(self._state, self._storing, self._retrieving)
+        self._cancelling = Cancelling(self._state, self._storing, self._reads)
         self._steps: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque(
             (
                 (self._state.batches.running, self._begin),
@@ -97,15 +103,35 @@ class Service:
                 (self._clearing.running, self._clearing.step),
                 (self._restoring.running, self._restoring.step),
                 (self._writing.running, self._writing.step),
+                (self._probing.running, self._probing.step),
+                (self._sharing.running, self._sharing.step),
+                (self._reads.running, self._reads.step),
                 *((tree.stepping, tree.step) for tree in self._state.directory.trees()),
             )
         )
-        self._endings: dict[MoveKind, Callable[[Job, MoveStatus], None]] = {
-            MoveKind.STORE: self._storing.moved,
-            MoveKind.LOAD: self._retrieving.loaded,
-            MoveKind.READ: self._retrieving.read,
-            MoveKind.WRITE: self._writing.moved,
-            MoveKind.ERASE: self._retrieving.erased,
+        self._sources = Sources(
+            self._reads.land, self._writing.next_write, self._sharing.next_write
+        )
+        self._endings: dict[Lane, Callable[[Job, MoveStatus], None]] = {
+            Lane.STORE: self._storing.moved,
+            Lane.LOAD: self._reads.loaded,
+            Lane.READ: self._reads.ended,
+            Lane.WRITE: self._writing.moved,
+            Lane.ERASE: self._reads.erased,
+            Lane.REMOTE_READ: self._reads.ended,
+            Lane.REMOTE_WRITE: self._sharing.moved,
+        }
+        self._events: dict[type[Event], Callable[[Any], None]] = {
+            Request: self._request,
+            Moved: self._moved,
+            SessionClosed: self._closed,
+            Tick: self._tick,
+            Scanned: self._restoring.scanned,
+            ScanDone: self._restoring.done,
+            Persisted: self._clearing.persisted,
+            Probed: self._remote.probed,
+            RemoteState: self._remote.told,
+            RemoteCleared: self._clearing.remote_cleared,
         }
         self._verbs: dict[type[Message], Callable[[Session, int, Any], None]] = {
             Lookup: self._looking.lookup,
@@ -128,22 +154,7 @@ class Service:
         for tree in state.directory.trees():
             tree.begin()
         self._writing.begin()
-        if isinstance(event, Request):
-            self._request(event)
-        elif isinstance(event, Moved):
-            self._moved(event)
-        elif isinstance(event, SessionClosed):
-            self._closed(event.session)
-        elif isinstance(event, Tick):
-            self._tick()
-        elif isinstance(event, Scanned):
-            self._restoring.scanned(event.slots)
-        elif isinstance(event, ScanDone):
-            self._restoring.done()
-        elif isinstance(event, Persisted):
-            self._clearing.persisted(event)
-        else:
-            raise InvariantError(f"{event}: there is no remote tier")
+        self._events[type(event)](event)
         self._settle()
         self._dispatch()
         effects, state.effects = state.effects, []
@@ -151,17 +162,19 @@ class Service:
 
     def idle(self) -> bool:
         """Whether no Move is queued or running and nothing waits for its write: a clean stop."""
-        busy = self._stepping() or len(self._writing)
+        busy = self._stepping() or len(self._writing) or self._remote.busy()
         return self._state.transfers.idle() and not busy
 
     def next_tick_s(self, now: float) -> float:
         """How long until a Tick is useful."""
         if self._stepping():
             return 0.0
+        wait_s = _WATCH_TICK_S if self._watching.due() else _TICK_S
         for tree in self._state.directory.trees():
             if tree.sweeping() or tree.slabs.burying():
-                return _SWEEP_TICK_S
-        return _WATCH_TICK_S if self._watching.due() else _TICK_S
+                wait_s = _SWEEP_TICK_S
+        deadline_s = self._probing.next_deadline_s()
+        return wait_s if deadline_s is None else min(wait_s, max(0.0, deadline_s - now))
 
     def spaces(self, first: int, most: int = SPACES_PAGE) -> tuple[SpaceStats, ...]:
         """Up to ``most`` namespaces from the ``first`` on, in the order in which they came."""
@@ -194,6 +207,7 @@ class Service:
             drops=dict(state.drops),
             watchers=len(self._watching),
             changes_dropped=self._watching.dropped,
+            remote=None if state.limits.remote is None else self._remote.stats(),
         )
 
     def check_invariants(self) -> None:
@@ -234,6 +248,7 @@ class Service:
         self._verbs[type(message)](session, event.id, message)
 
     def _release(self, session: Session, number: int, message: Release) -> None:
+        self._probing.forget(session, message.request)
         self._state.leases.release(session.engine.key, message.request)
         self._state.reply(session.id, number, Done())
 
@@ -248,7 +263,7 @@ class Service:
     def _moved(self, event: Moved) -> None:
         state = self._state
         job = state.transfers.finish(event.move)
-        self._endings[job.kind](job, event.status)
+        self._endings[job.lane()](job, event.status)
         if job.session is not None:
             session = state.engines.session(job.session)
             if session is None:
@@ -262,8 +277,8 @@ class Service:
         if job.session is not None and session is not None:
             state.detach_if_idle(session)
 
-    def _closed(self, number: SessionID) -> None:
-        state = self._state
+    def _closed(self, event: SessionClosed) -> None:
+        state, number = self._state, event.session
         session = state.engines.session(number)
         if session is None:
             state.effects.append(Detach(number))
@@ -272,6 +287,7 @@ class Service:
             raise InvariantError(f"session {number} closed twice")
         session.closing = True
         self._watching.end(number)
+        self._probing.close(session)
         engine = session.engine
         if session.shard is not None:
             before = engine.state()
@@ -282,7 +298,7 @@ class Service:
         self._settle()
         state.detach_if_idle(session)
 
-    def _tick(self) -> None:
+    def _tick(self, _: Tick) -> None:
         """Deadlines, a step of one of the works that go on, and a sweep: half of one beside a
         step, so that a Tick takes no longer then."""
         state = self._state
@@ -291,6 +307,7 @@ class Service:
         self._writing.tick()
         self._clearing.tick()
         self._watching.tick()
+        self._probing.tick()
         entries = state.limits.sweep_entries // (2 if stepped else 1)
         for tree in state.directory.trees():
             tree.sweep(entries)
@@ -315,7 +332,7 @@ class Service:
     # ------------------------------------------------------------ after each event
 
     def _settle(self) -> None:
-        """Tell tickets what committed or failed, and consider what committed for NVMe."""
+        """Tell tickets what committed or failed, and consider what committed for lower tiers."""
         state = self._state
         trees = state.directory.trees()
         while any(map(_noted, trees)):
@@ -335,10 +352,11 @@ class Service:
                 if tree is state.directory.host:
                     for slot in committed:
                         self._writing.consider(slot)
+                        self._sharing.consider(slot)
 
     def _dispatch(self) -> None:
         state = self._state
-        moves = state.transfers.dispatch(state.now, self._retrieving.land, self._writing.next_write)
+        moves = state.transfers.dispatch(state.now, self._sources)
         for move in moves:
             if move.session is not None:
                 session = state.engines.session(move.session)

@@ -67,7 +67,8 @@ class Slot:
     RESERVED slot's bytes are whole, and it waits for its parent to commit. ``leased``: a lease
     protects its owner. ``waits`` are the tickets to tell when it commits or is cancelled.
     ``write_queued``: it waits for its write to NVMe, which isn't tried before ``write_again_s``
-    where it was refused. ``sequence``: when a scan found it written; of two slots of one part the
+    where it was refused. ``shared``: it waits for its write to the remote tier, or is there.
+    ``sequence``: when a scan found it written; of two slots of one part the
     newer one counts.
     """
 
@@ -82,6 +83,7 @@ class Slot:
         "payload_bytes",
         "sequence",
         "shard",
+        "shared",
         "slab",
         "state",
         "waits",
@@ -104,6 +106,7 @@ class Slot:
         self.leased = False
         self.write_queued = False
         self.write_again_s = 0.0
+        self.shared = False
         self.waits: Collection[Wait] = ()
 
     def __repr__(self) -> str:
@@ -220,6 +223,7 @@ class Slot:
         self.landed = False
         self.write_queued = False
         self.write_again_s = 0.0
+        self.shared = False
         self.waits = ()
 
 

@@ -22,12 +22,14 @@ _FORGET_SPACES = 256
 
 
 class Space:
-    """A namespace of a tenant in its current epoch. ``shards`` is 0 until something tells it."""
+    """A namespace of a tenant in its current epoch. ``shards`` is 0 until something tells it;
+    ``entered_at`` counts how often the remote tier had come up when it was made known there."""
 
     __slots__ = (
         "alias",
         "alive",
         "dtype",
+        "entered_at",
         "epoch",
         "index",
         "model",
@@ -49,6 +51,7 @@ class Space:
         self.tokens = 0
         self.persisted = persisted
         self.alive = True
+        self.entered_at = 0
         self.index: dict[TierName, Index] = {tier: Index() for tier in LOCAL_TIERS}
 
     def record(self) -> SpaceRecord:

@@ -16,7 +16,7 @@ from kvstore.core.messages import Body, Detach, Effect, Reply, SessionID
 from kvstore.core.spaces import Spaces
 from kvstore.core.stats import Drop, Histogram
 from kvstore.core.tickets import Ticket
-from kvstore.core.transfers import Depths, Job, Transfers
+from kvstore.core.transfers import Job, Transfers, depths
 
 
 class State:
@@ -28,22 +28,31 @@ class State:
         self.engines = Engines(self.spaces, limits.sessions_max)
         self.directory = Directory(limits, policy)
         self.leases = Leases(limits.lease_s, limits.leases_max)
-        self.transfers = Transfers(Depths(limits.copy_depth, limits.read_depth, limits.write_depth))
+        self.transfers = Transfers(depths(limits))
         self.budget = ByteBudget(limits.write_budget_bytes_s, limits.write_burst_s)
         self.batches = Batches()
         self.effects: list[Effect] = []
         self.now = 0.0
         self.sequence = 0
+        self.remote_up = False
+        self.remote_ups = 0
+        """How often it came up."""
         self.drops: Counter[str] = Counter()
         self.lookups = 0
         self.lookup_tokens = 0
         self.hit_tokens = 0
         self.chunks_done: Counter[str] = Counter()
         self.latency = {"store": Histogram(), "retrieve": Histogram()}
+        self._probes = 0
 
     def reply(self, session: SessionID, number: int, body: Body) -> None:
         """Answer a session."""
         self.effects.append(Reply(session, number, body))
+
+    def next_probe(self) -> int:
+        """A number for a new Probe."""
+        self._probes += 1
+        return self._probes
 
     def drop(self, reason: Drop, count: int = 1) -> None:
         """Count chunk parts that weren't kept or given back."""

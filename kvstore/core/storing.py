@@ -13,6 +13,7 @@ from kvstore.core.errors import InvariantError
 from kvstore.core.keys import KEY_BYTES, NO_PARENT
 from kvstore.core.layout import Layout, Part, Shard
 from kvstore.core.messages import ChunkHeader, MoveKind, MoveStatus, Refused, Store
+from kvstore.core.sharing import Sharing
 from kvstore.core.slots import Handle, Slot, SlotState
 from kvstore.core.state import State
 from kvstore.core.stats import Drop
@@ -35,9 +36,10 @@ class _Batch:
 class Storing:
     """The verb *store*, and the end of a STORE Move."""
 
-    def __init__(self, state: State, writing: Writing) -> None:
+    def __init__(self, state: State, writing: Writing, sharing: Sharing) -> None:
         self._state = state
         self._writing = writing
+        self._sharing = sharing
 
     def store(self, session: Session, number: int, message: Store) -> None:
         """Begin a store; it completes when each chunk is committed, dropped or refused."""
@@ -195,7 +197,7 @@ class Storing:
         return Step.NEXT
 
     def _again(self, batch: _Batch, slot: Slot) -> None:
-        """A chunk that is there is stored again: a use, and a reason to write it to NVMe."""
+        """A chunk that is there is stored again: a use, and a reason to write it to lower tiers."""
         copy = slot.owner
         if copy is None:
             return
@@ -207,3 +209,4 @@ class Storing:
         for other in copy.slots() if admitted else [slot]:
             if other.state is SlotState.READY:
                 self._writing.consider(other)
+                self._sharing.consider(other)

@@ -1,10 +1,11 @@
 """Transfers: which Move goes out next.
 
-Moves wait in the core, where priorities hold, and few are in the hands at a time. There are three
-lanes of bounded depth: copies (LOAD before STORE), reads, and writes (WRITE and ERASE). No new
-write goes out while a retrieve is queued or running, and for STORES_FIRST_S none while a STORE is:
-its engine wants the blocks back, and memory is busy with the copy, whereas a write has time. Within
-a kind, sessions take turns by bytes: the next job is that of the session that was served least.
+Moves wait in the core, where priorities hold, and few are in the hands at a time: copies (LOAD
+before STORE), reads, and writes (WRITE and ERASE), each up to a depth; reads from and writes to the
+remote tier have depths of their own, so that a slow one keeps nothing else back. No new write goes
+out while a retrieve is queued or running, and for STORES_FIRST_S none while a STORE is: its engine
+wants the blocks back, and memory is busy with the copy, whereas a write has time. Within a lane,
+sessions take turns by bytes: the next job is that of the session that was served least.
 """
 
 from __future__ import annotations
@@ -14,14 +15,38 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.core.errors import InvariantError
-from kvstore.core.messages import ChunkHeader, Move, MoveID, MoveKind, SessionID
+from kvstore.core.limits import Limits, RemoteLimits
+from kvstore.core.messages import ChunkHeader, Move, MoveID, MoveKind, Place, SessionID
 from kvstore.core.slots import Slot
 from kvstore.core.tickets import Wait
+from kvstore.core.words import Word
 
 Blocks = tuple[tuple[int, bytes], ...]
 
 STORES_FIRST_S = 0.005
 """So long writes wait for STOREs: for those of a prompt, but not for engines that never stop."""
+
+
+class Lane(Word):
+    """What jobs queue and are counted by."""
+
+    STORE = "store"
+    LOAD = "load"
+    READ = "read"
+    WRITE = "write"
+    ERASE = "erase"
+    REMOTE_READ = "remote read"
+    REMOTE_WRITE = "remote write"
+
+
+_LANES = {
+    MoveKind.STORE: Lane.STORE,
+    MoveKind.LOAD: Lane.LOAD,
+    MoveKind.READ: Lane.READ,
+    MoveKind.WRITE: Lane.WRITE,
+    MoveKind.ERASE: Lane.ERASE,
+}
+_REMOTE = {MoveKind.READ: Lane.REMOTE_READ, MoveKind.WRITE: Lane.REMOTE_WRITE}
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +55,8 @@ class Job:
 
     ``session`` owns the engine memory, if any; ``turn`` is whose turn it takes otherwise. ``wait``:
     the ticket whose Move it is (STORE, LOAD). ``readers``: who gets the bytes (READ), and the
-    blocks that they are for.
+    blocks that they are for. ``remote`` stands for the source of a READ from the remote tier, or
+    the target of a WRITE to it.
     """
 
     id: MoveID
@@ -43,11 +69,18 @@ class Job:
     blocks: Blocks = ()
     wait: Wait | None = None
     readers: dict[Wait, Blocks] = field(default_factory=dict)
+    remote: Place | None = None
+
+    def lane(self) -> Lane:
+        """Where it queues."""
+        return _LANES[self.kind] if self.remote is None else _REMOTE[self.kind]
 
     def move(self) -> Move:
         """The effect."""
         source = None if self.source is None else self.source.place
         target = None if self.target is None else self.target.place
+        if self.remote is not None:
+            source, target = source or self.remote, target or self.remote
         transfer = None if self.wait is None else self.wait.ticket.id
         return Move(
             self.id, self.kind, self.header, source, target, self.session, transfer, self.blocks
@@ -55,7 +88,7 @@ class Job:
 
 
 class FairQueue:
-    """Jobs of one kind, sessions in turn by bytes."""
+    """Jobs of one lane, sessions in turn by bytes."""
 
     def __init__(self) -> None:
         self._queues: dict[SessionID | None, OrderedDict[MoveID, Job]] = {}
@@ -105,11 +138,36 @@ class FairQueue:
 
 @dataclass(frozen=True, slots=True)
 class Depths:
-    """How many Moves of each lane are in the hands at a time."""
+    """How many Moves are in the hands at a time."""
 
     copies: int
     reads: int
     writes: int
+    remote_reads: int
+    remote_writes: int
+
+
+def depths(limits: Limits) -> Depths:
+    """Those that the limits say."""
+    remote = limits.remote or RemoteLimits()
+    return Depths(
+        limits.copy_depth,
+        limits.read_depth,
+        limits.write_depth,
+        remote.read_depth,
+        remote.write_depth,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where what isn't queued comes from: ``land`` finds a READ's target or says that none is free;
+    ``next_write`` and ``next_share`` make the next WRITE to NVMe and to the remote tier, its slots
+    held."""
+
+    land: Callable[[Job], bool]
+    next_write: Callable[[], Job | None]
+    next_share: Callable[[], Job | None]
 
 
 class Transfers:
@@ -117,10 +175,10 @@ class Transfers:
 
     def __init__(self, depths: Depths) -> None:
         self._depths = depths
-        self._queues = {kind: FairQueue() for kind in MoveKind}
+        self._queues = {lane: FairQueue() for lane in Lane}
         self._queued: dict[MoveID, Job] = {}
         self._handed: dict[MoveID, Job] = {}
-        self._running = dict.fromkeys(MoveKind, 0)
+        self._running = dict.fromkeys(Lane, 0)
         self._storing_since: float | None = None
         self._last = 0
 
@@ -135,13 +193,13 @@ class Transfers:
             if slot is not None:
                 slot.hold(job.id)
         self._queued[job.id] = job
-        self._queues[job.kind].push(job)
+        self._queues[job.lane()].push(job)
 
     def drop(self, job: Job) -> None:
         """Take out a job that was never handed out; the caller lets its slots go."""
         if self._queued.pop(job.id, None) is None:
             raise InvariantError(f"Move {job.id} can't be dropped: it isn't queued")
-        self._queues[job.kind].drop(job)
+        self._queues[job.lane()].drop(job)
 
     def queued_job(self, move: MoveID) -> Job | None:
         """A job that waits."""
@@ -156,22 +214,23 @@ class Transfers:
         job = self._handed.pop(move, None)
         if job is None:
             raise InvariantError(f"Move {move} ended, but isn't running")
-        self._running[job.kind] -= 1
+        self._running[job.lane()] -= 1
         return job
 
-    def dispatch(
-        self, now: float, land: Callable[[Job], bool], next_write: Callable[[], Job | None]
-    ) -> list[Move]:
-        """The Moves to hand out now. ``land`` finds a READ's target or says that none is free;
-        ``next_write`` makes the next WRITE, its slots held."""
-        if not self._busy(MoveKind.STORE):
+    def dispatch(self, now: float, sources: Sources) -> list[Move]:
+        """The Moves to hand out now."""
+        if not self._busy(Lane.STORE):
             self._storing_since = None
         elif self._storing_since is None:
             self._storing_since = now
         out: list[Move] = []
         self._copy(out)
-        self._read(out, land)
-        self._write(out, next_write if self._may_write(now) else lambda: None)
+        self._read(out, Lane.READ, self._depths.reads, sources)
+        self._read(out, Lane.REMOTE_READ, self._depths.remote_reads, sources)
+        may_write = self._may_write(now)
+        self._write(out, sources if may_write else None)
+        if may_write and not self._busy(Lane.REMOTE_READ):
+            self._share(out, sources)
         return out
 
     def running(self) -> int:
@@ -190,48 +249,65 @@ class Transfers:
         """All jobs, waiting and running."""
         return [*self._queued.values(), *self._handed.values()]
 
+    def head(self, lane: Lane) -> Job | None:
+        """The job of a lane that is to go next."""
+        return self._queues[lane].head()
+
+    def waits(self, lane: Lane) -> bool:
+        """Whether a job of a lane isn't handed out yet."""
+        return len(self._queues[lane]) > 0
+
     def _copy(self, out: list[Move]) -> None:
         """STOREs never keep a LOAD from the hands, which carry LOADs out first."""
-        while self._running[MoveKind.LOAD] < self._depths.copies:
-            job = self._queues[MoveKind.LOAD].pop()
+        while self._running[Lane.LOAD] < self._depths.copies:
+            job = self._queues[Lane.LOAD].pop()
             if job is None:
                 break
             out.append(self._start(job))
-        while self._in_hands(MoveKind.LOAD, MoveKind.STORE) < self._depths.copies:
-            job = self._queues[MoveKind.STORE].pop()
+        while self._in_hands(Lane.LOAD, Lane.STORE) < self._depths.copies:
+            job = self._queues[Lane.STORE].pop()
             if job is None:
                 break
             out.append(self._start(job))
 
-    def _read(self, out: list[Move], land: Callable[[Job], bool]) -> None:
-        reads = self._queues[MoveKind.READ]
-        while self._running[MoveKind.READ] < self._depths.reads:
+    def _read(self, out: list[Move], lane: Lane, depth: int, sources: Sources) -> None:
+        reads = self._queues[lane]
+        while self._running[lane] < depth:
             job = reads.head()
-            if job is None or not land(job):
+            if job is None or not sources.land(job):
                 break
             reads.pop()
             out.append(self._start(job))
 
-    def _write(self, out: list[Move], next_write: Callable[[], Job | None]) -> None:
-        while self._in_hands(MoveKind.WRITE, MoveKind.ERASE) < self._depths.writes:
-            job = self._queues[MoveKind.ERASE].pop() or next_write()
+    def _write(self, out: list[Move], sources: Sources | None) -> None:
+        while self._in_hands(Lane.WRITE, Lane.ERASE) < self._depths.writes:
+            job = self._queues[Lane.ERASE].pop()
+            if job is None and sources is not None:
+                job = sources.next_write()
             if job is None:
                 break
             out.append(self._start(job))
 
-    def _in_hands(self, one: MoveKind, other: MoveKind) -> int:
+    def _share(self, out: list[Move], sources: Sources) -> None:
+        while self._running[Lane.REMOTE_WRITE] < self._depths.remote_writes:
+            job = sources.next_share()
+            if job is None:
+                break
+            out.append(self._start(job))
+
+    def _in_hands(self, one: Lane, other: Lane) -> int:
         return self._running[one] + self._running[other]
 
     def _may_write(self, now: float) -> bool:
-        if self._busy(MoveKind.LOAD) or self._busy(MoveKind.READ):
+        if self._busy(Lane.LOAD) or self._busy(Lane.READ):
             return False
         return self._storing_since is None or now - self._storing_since >= STORES_FIRST_S
 
-    def _busy(self, kind: MoveKind) -> bool:
-        return bool(self._running[kind] or len(self._queues[kind]))
+    def _busy(self, lane: Lane) -> bool:
+        return bool(self._running[lane] or len(self._queues[lane]))
 
     def _start(self, job: Job) -> Move:
         self._queued.pop(job.id, None)
         self._handed[job.id] = job
-        self._running[job.kind] += 1
+        self._running[job.lane()] += 1
         return job.move()

@@ -50,6 +50,7 @@ from kvstore.core.messages import (
     Tick,
     TierName,
 )
+from kvstore.core.remote_messages import RemoteEffect
 from kvstore.core.service import Service
 from kvstore.core.stats import CoreStats, TierStats
 from tests.core.bytes_model import BytesModel
@@ -174,6 +175,7 @@ class Driver:
         self.handed_out: list[Move] = []
         self.replies: list[Reply] = []
         self.persists: list[Persist] = []
+        self.remote: list[RemoteEffect] = []
         self.closed: set[SessionID] = set()
         self.detached: list[SessionID] = []
         self.media = BytesModel()
@@ -200,10 +202,12 @@ class Driver:
                 self.replies.append(effect)
             elif isinstance(effect, Detach):
                 self._detach(effect.session)
-            else:
+            elif isinstance(effect, Persist):
                 self.persists.append(effect)
                 if self.durable:
                     self.event(Persisted(effect.number))
+            else:
+                self.remote.append(effect)
         return self.replies[before:]
 
     def send(self, session: SessionID, message: Message) -> int:

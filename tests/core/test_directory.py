@@ -61,8 +61,11 @@ class Shelf:
 
     def hit(self, window_chunks: int = 0) -> tuple[int, set[tuple[TierName, int]]]:
         """The hit, and which chunk is pinned in which tier."""
-        chunks, pins = self.directory.hit(self.space, self.keys, window_chunks)
-        return chunks, {(tree.tier, copy.depth) for tree, copy in pins}
+        seen = self.directory.see(self.space, self.keys, window_chunks)
+        self.directory.count(len(self.keys) // KEY_BYTES, seen)
+        held = self.keys[: seen.chunks * KEY_BYTES]
+        pins = self.directory.pin(self.space, held, seen, window_chunks)
+        return seen.chunks, {(tree.tier, copy.depth) for tree, copy in pins}
 
 
 class CountingKeys(bytes):

@@ -15,8 +15,10 @@ from kvstore.core.messages import (
     MoveStatus,
     Register,
     SetRevision,
+    SpaceRecord,
     TierName,
 )
+from kvstore.core.spaces import Space
 from tests.core.driver import MODEL, Driver, Engine, limits
 
 NVME = TierName.NVME
@@ -389,7 +391,8 @@ def test_a_cut_finds_keys_at_their_places_only() -> None:
     half = [bytes([number]) * (KEY_BYTES // 2) for number in range(4)]
     keys = half[0] + half[1] + half[2] + half[3] + half[1] + half[2]
     leases = Leases(lease_s=60.0, leases_max=8)
-    leases.take(("t", "e"), "r", Lease(asked(keys), keys, 3, [], 60.0))
+    space = Space(SpaceRecord("t", b"n", "m", "", 0), 1, persisted=True)
+    leases.take(("t", "e"), "r", Lease(asked(keys), keys, 3, [], 60.0, space))
     leases.cut(("t", "e"), "r", keys[2 * KEY_BYTES :])
     lease = leases.renew(("t", "e"), "r", keys, 1.0)
     assert lease is not None

@@ -16,7 +16,7 @@ from kvstore.core.messages import (
     TierName,
 )
 from kvstore.core.slabs import Slab
-from kvstore.core.transfers import STORES_FIRST_S, Depths, FairQueue, Job, Transfers
+from kvstore.core.transfers import STORES_FIRST_S, Depths, FairQueue, Job, Sources, Transfers
 from tests.core.driver import Driver, limits
 
 ONE, TWO, THREE = SessionID(1), SessionID(2), SessionID(3)
@@ -26,10 +26,11 @@ class Lanes:
     """Transfers under test: jobs by name, and what goes out."""
 
     def __init__(self, copies: int = 2, reads: int = 2, writes: int = 2) -> None:
-        self.transfers = Transfers(Depths(copies, reads, writes))
+        self.transfers = Transfers(Depths(copies, reads, writes, reads, writes))
         self.can_land = True
         self.now = 0.0
         self.backlog: list[Job] = []
+        self.shares: list[Job] = []
 
     def job(
         self, kind: MoveKind, session: SessionID | None = None, nbytes: int = 100, turn: int = 0
@@ -67,11 +68,15 @@ class Lanes:
 
     def out(self) -> list[MoveKind]:
         """The kinds of the Moves that go out now, in order."""
-        moves = self.transfers.dispatch(self.now, lambda _: self.can_land, self._next_write)
+        sources = Sources(lambda _: self.can_land, self._next_write, self._next_share)
+        moves = self.transfers.dispatch(self.now, sources)
         return [move.kind for move in moves]
 
     def _next_write(self) -> Job | None:
         return self.backlog.pop(0) if self.backlog else None
+
+    def _next_share(self) -> Job | None:
+        return self.shares.pop(0) if self.shares else None
 
 
 def test_each_lane_has_its_depth() -> None:

@@ -193,7 +193,7 @@ class Quiesce:
             "stores": sum(session.store_bytes for session in state.engines.sessions()),
             "slots": sum(tier.slots_used for tier in stats.tiers),
             "staging": sum(bool(slot.holders) for slot in state.directory.staging()),
-            "reads": world.service._retrieving.reading(),
+            "reads": world.service._reads.reading(),
             "batches": len(state.batches._batches),
             "keys of leases": state.leases._key_bytes,
             "engines with leases": len(state.leases._engines) + len(state.leases._lost),

@@ -22,8 +22,8 @@ from kvstore.core.engines import Session
 from kvstore.core.errors import InvariantError
 from kvstore.core.leases import Leases
 from kvstore.core.messages import Detach, Lookup, MoveStatus, Persisted, Request
+from kvstore.core.reads import Reads
 from kvstore.core.restoring import Restoring
-from kvstore.core.retrieving import Retrieving
 from kvstore.core.room import Room
 from kvstore.core.service import Service
 from kvstore.core.slabs import SlabSpace
@@ -183,14 +183,14 @@ def failed_store_is_acknowledged(patch: Patch) -> None:
 
 def failed_load_is_done(patch: Patch) -> None:
     """A LOAD that failed half-way counts as done."""
-    loaded = Retrieving.loaded
-    patch(Retrieving, "loaded", lambda self, job, status: loaded(self, job, MoveStatus.OK))
+    loaded = Reads.loaded
+    patch(Reads, "loaded", lambda self, job, status: loaded(self, job, MoveStatus.OK))
 
 
 def bad_read_is_used(patch: Patch) -> None:
     """What failed its check is handed on."""
-    read = Retrieving.read
-    patch(Retrieving, "read", lambda self, job, status: read(self, job, MoveStatus.OK))
+    ended = Reads.ended
+    patch(Reads, "ended", lambda self, job, status: ended(self, job, MoveStatus.OK))
 
 
 def tenants_share(patch: Patch) -> None:
