@@ -8,7 +8,7 @@ size isn't bounded by the event (sweeps, expiry) goes on in steps at Ticks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvstore.core.cancelling import Cancelling
@@ -95,44 +95,12 @@ class Service:
         self._clearing = Clearing(self._state, self._writing)
         self._watching = Watching(self._state)
         self._cancelling = Cancelling(self._state, self._storing, self._reads)
-        self._steps: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque(
-            (
-                (self._state.batches.running, self._begin),
-                (self._cancelling.running, self._cancelling.step),
-                (self._state.leases.running, self._state.leases.step),
-                (self._clearing.running, self._clearing.step),
-                (self._restoring.running, self._restoring.step),
-                (self._writing.running, self._writing.step),
-                (self._probing.running, self._probing.step),
-                (self._sharing.running, self._sharing.step),
-                (self._reads.running, self._reads.step),
-                *((tree.stepping, tree.step) for tree in self._state.directory.trees()),
-            )
-        )
+        self._steps = deque(self._works())
         self._sources = Sources(
             self._reads.land, self._writing.next_write, self._sharing.next_write
         )
-        self._endings: dict[Lane, Callable[[Job, MoveStatus], None]] = {
-            Lane.STORE: self._storing.moved,
-            Lane.LOAD: self._reads.loaded,
-            Lane.READ: self._reads.ended,
-            Lane.WRITE: self._writing.moved,
-            Lane.ERASE: self._reads.erased,
-            Lane.REMOTE_READ: self._reads.ended,
-            Lane.REMOTE_WRITE: self._sharing.moved,
-        }
-        self._events: dict[type[Event], Callable[[Any], None]] = {
-            Request: self._request,
-            Moved: self._moved,
-            SessionClosed: self._closed,
-            Tick: self._tick,
-            Scanned: self._restoring.scanned,
-            ScanDone: self._restoring.done,
-            Persisted: self._clearing.persisted,
-            Probed: self._remote.probed,
-            RemoteState: self._remote.told,
-            RemoteCleared: self._clearing.remote_cleared,
-        }
+        self._endings = self._ends()
+        self._events: dict[type[Event], Callable[[Any], None]] = self._handlers()
         self._verbs: dict[type[Message], Callable[[Session, int, Any], None]] = {
             Lookup: self._looking.lookup,
             Release: self._release,
@@ -144,6 +112,47 @@ class Service:
         }
         if self._state.directory.nvme is not None:
             self._state.directory.nvme.scanning = True
+
+    def _works(self) -> Iterator[tuple[Callable[[], bool], Callable[[], None]]]:
+        """What goes on in steps: whether it does, and a step of it."""
+        yield self._state.batches.running, self._begin
+        yield self._cancelling.running, self._cancelling.step
+        yield self._state.leases.running, self._state.leases.step
+        yield self._clearing.running, self._clearing.step
+        yield self._restoring.running, self._restoring.step
+        yield self._writing.running, self._writing.step
+        yield self._probing.running, self._probing.step
+        yield self._sharing.running, self._sharing.step
+        yield self._reads.running, self._reads.step
+        for tree in self._state.directory.trees():
+            yield tree.stepping, tree.step
+
+    def _ends(self) -> dict[Lane, Callable[[Job, MoveStatus], None]]:
+        """What the end of a Move leads to."""
+        return {
+            Lane.STORE: self._storing.moved,
+            Lane.LOAD: self._reads.loaded,
+            Lane.READ: self._reads.ended,
+            Lane.WRITE: self._writing.moved,
+            Lane.ERASE: self._reads.erased,
+            Lane.REMOTE_READ: self._reads.ended,
+            Lane.REMOTE_WRITE: self._sharing.moved,
+        }
+
+    def _handlers(self) -> dict[type[Event], Callable[[Any], None]]:
+        """What each event leads to."""
+        return {
+            Request: self._request,
+            Moved: self._moved,
+            SessionClosed: self._closed,
+            Tick: self._tick,
+            Scanned: self._restoring.scanned,
+            ScanDone: self._restoring.done,
+            Persisted: self._clearing.persisted,
+            Probed: self._remote.probed,
+            RemoteState: self._remote.told,
+            RemoteCleared: self._clearing.remote_cleared,
+        }
 
     # ------------------------------------------------------------ events
 
