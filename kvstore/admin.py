@@ -6,6 +6,7 @@ thread and have a deadline. Nothing here evaluates anything; the service has two
 
 from __future__ import annotations
 
+import errno
 import heapq
 import logging
 import os
@@ -215,7 +216,7 @@ class AdminService:
         except KVStoreError as error:
             context.abort(grpc.StatusCode.ABORTED, str(error))
         _log.info(
-            "cleared model=%r tenant=%r: %d chunks in %d namespaces",
+            "cleared model=%.200r tenant=%.200r: %d chunks in %d namespaces",
             request.model, request.tenant, cleared.chunks, cleared.namespaces,
         )  # fmt: skip
         return admin_pb2.ClearReply(namespaces=cleared.namespaces, chunks=cleared.chunks)
@@ -366,7 +367,8 @@ def _check_free(address: str) -> None:
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
         raise TierUnavailableError(f"admin.address={address}: the path exists and isn't a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        if probe.connect_ex(path) == 0:
+        probe.setblocking(False)  # a listener that is stopped may have its queue full
+        if probe.connect_ex(path) not in (errno.ECONNREFUSED, errno.ENOENT):
             raise TierUnavailableError(
                 f"admin.address={address}: another daemon listens there; choose another address"
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,6 +69,12 @@ def test_an_unknown_element_type_is_refused_with_the_known_ones() -> None:
     assert "'bf16'" in message
     for dtype in DTYPES:
         assert dtype in message
+
+
+def test_a_name_without_end_is_not_repeated_in_full() -> None:
+    """A peer sends 70,000 characters for the element type; what it and the log are told is short."""
+    bad = replace(layout(group("a", 16, span(0, 8))), dtype="y" * 70_000)
+    assert len(refusal(bad)) < 1000
 
 
 def test_the_number_of_groups_is_limited() -> None:

@@ -164,7 +164,7 @@ class Layout:
         the memory."""
         if self.dtype not in DTYPES:
             raise LayoutMismatchError(
-                f"layout: dtype={self.dtype!r}; valid are {', '.join(DTYPES)}"
+                f"layout: dtype={self.dtype[:64]!r}; valid are {', '.join(DTYPES)}"
             )
         if not 1 <= len(self.groups) <= GROUPS_MAX:
             raise LayoutMismatchError(
