@@ -72,7 +72,7 @@ def test_an_unknown_element_type_is_refused_with_the_known_ones() -> None:
 
 
 def test_a_name_without_end_is_not_repeated_in_full() -> None:
-    """A peer sends 70,000 characters for the element type; what it and the log are told is short."""
+    """A peer sends 70,000 characters for the element type; the answer and the log are short."""
     bad = replace(layout(group("a", 16, span(0, 8))), dtype="y" * 70_000)
     assert len(refusal(bad)) < 1000
 
