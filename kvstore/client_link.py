@@ -130,8 +130,6 @@ class Link:
                 self._counts.lookups_overdue += 1
                 with suppress(CapacityError):  # when it is answered, nobody wants the lease
                     self._send(pb.ClientMessage(kind=pb.ClientMessage.RELEASE, request=request))
-            elif found is not None and found.status == HitStatus.PENDING:
-                self.pending.add(message.id)
             return found
 
     def watch(self) -> Answer | None:
@@ -320,6 +318,8 @@ class Link:
             self._overdue_id = 0
         answer = self._answers.pop(number, None)
         if answer is not None:
+            if message.status == HitStatus.PENDING:
+                self.pending.add(number)  # here: what ends it may lie behind it in the socket
             answer.settle(message)
         else:
             self.pending.discard(number)

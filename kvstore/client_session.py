@@ -37,6 +37,8 @@ __all__ = ["Blocks", "LookupResult", "SchedulerSession", "SessionState", "Ticket
 
 PENDING_MAX = 4096
 """Lookups whose answer may be owed as a push at a time."""
+PENDING_MAX_S = 0.25
+"""A push that is owed longer isn't waited for: the lookup is sent again."""
 
 Blocks = Mapping[str, Sequence[int | None]]
 """Group name -> block IDs in token order; None is a null block."""
@@ -113,7 +115,7 @@ class SchedulerSession:
         self._hold = hold
         self._line = line
         self._lookup_timeout_s = lookup_timeout_s
-        self._pending: dict[str, tuple[bytes, int]] = {}
+        self._pending: dict[str, tuple[bytes, int, float]] = {}
         self._watch = Watch()
 
     def keys(
@@ -156,7 +158,7 @@ class SchedulerSession:
         if message.status == HitStatus.PENDING:
             if len(self._pending) >= PENDING_MAX:
                 self._pending.clear()
-            self._pending[request] = (data, message.id)
+            self._pending[request] = (data, message.id, time.monotonic() + PENDING_MAX_S)
             return LookupResult(HitStatus.PENDING, 0, 0)
         chunks = min(message.chunks, len(data) // 32)
         tokens = max(0, min(chunks * keys.tokens_per_chunk, keys.num_tokens - 1))
@@ -240,11 +242,12 @@ class SchedulerSession:
         return link if link.live() else None
 
     def _is_pending(self, link: Link, request: str, data: bytes) -> bool:
-        """Whether the daemon still owes the answer to this very lookup; nothing is sent."""
+        """Whether the daemon still owes the answer to this very lookup, and not for too long;
+        nothing is sent."""
         pending = self._pending.get(request)
         if pending is not None and pending[0] == data:
             link.poll()
-            if pending[1] in link.pending:
+            if pending[1] in link.pending and time.monotonic() < pending[2]:
                 return True
         self._pending.pop(request, None)
         return False

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from kvstore.core.keys import KEY_BYTES
 from kvstore.core.layout import Part
 from kvstore.core.limits import RemoteLimits
+from kvstore.core.messages import ChunkHeader
 from kvstore.core.spaces import Space
 
 
@@ -42,13 +43,14 @@ class Found:
         local tiers, and so is the WINDOW part at a depth for which ``window`` says so; 0 where this
         adds nothing."""
         start = local - self.first
-        if start < 0 or start > len(self.full):
+        if start < 0:
             return 0
         end = self.full.find(0, start)
-        total = min(most, self.first + (len(self.full) if end < 0 else end))
+        total = min(most, max(local, self.first + (len(self.full) if end < 0 else end)))
         if not window_chunks:
             return total
-        have = bytearray(self.windows[: max(0, total - self.first)])
+        size = max(0, total - self.first)
+        have = bytearray(self.windows[:size].ljust(size, b"\0"))
         for depth in range(max(self.first, local - window_chunks), min(local, total)):
             have[depth - self.first] |= window(depth)
         whole = b"\1" * window_chunks
@@ -56,6 +58,20 @@ class Found:
             return (whole + have).rfind(whole)
         place = have.rfind(whole)
         return self.first + place + window_chunks if place >= 0 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A part in the remote tier under the fleet's ``epoch``. The answer that starts with the key
+    ``start`` said so, ``place`` chunks behind it; ``chain`` are the chunk's key and, before it,
+    those whose windows a hit up to it needs."""
+
+    space: Space
+    header: ChunkHeader
+    epoch: int
+    start: bytes
+    place: int
+    chain: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +113,21 @@ class Answers:
         found = Found(found.first, found.epoch, found.full[:end], found.windows[:end])
         self._keep(space, _Answer(now + self._limits.answer_s, keys[: end * KEY_BYTES], found))
 
-    def deny(self, space: Space, start: bytes, place: int, now: float) -> None:
-        """A part ``place`` chunks behind the key ``start`` of an answer couldn't be read."""
-        answer = self._answers.get((space, start))
-        if answer is None or place >= len(answer.found.full):
-            return
-        found, end = answer.found, (place + 1) * KEY_BYTES
-        full, windows = found.full[:place] + b"\0", found.windows[:place]
-        windows += bytes(len(found.windows) > place)
-        fewer = Found(found.first, found.epoch, full, windows)
-        self._keep(space, _Answer(now + self._limits.answer_s, answer.keys[:end], fewer))
+    def deny(self, part: Remote, now: float) -> None:
+        """A part couldn't be read: for a moment its chunk counts as not there, in the answer that
+        promised it, and where all before it is in local tiers by now."""
+        until_s = now + self._limits.answer_s
+        answer, place = self._answers.get((part.space, part.start)), part.place
+        if answer is not None and place < len(answer.found.full):
+            found, end = answer.found, (place + 1) * KEY_BYTES
+            full = found.full[:place] + b"\0"
+            windows = found.windows[:place] + bytes(len(found.windows) > place)
+            fewer = Found(found.first, found.epoch, full, windows)
+            self._keep(part.space, _Answer(until_s, answer.keys[:end], fewer))
+        count = len(part.chain) // KEY_BYTES
+        if part.chain[:KEY_BYTES] != part.start:
+            none = Found(part.header.depth + 1 - count, part.epoch, bytes(count), bytes(count))
+            self._keep(part.space, _Answer(until_s, part.chain, none))
 
     def expire(self, now: float, most: int) -> None:
         """Forget up to ``most`` answers that aren't believed any more."""

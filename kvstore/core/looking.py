@@ -50,6 +50,7 @@ class Looking:
                 if state.remote_up and seen.chunks * KEY_BYTES < len(message.keys):
                     span = self.probing.range(engine, space, message.keys, seen.run())
                     found = self.probing.known(span)
+                    self.probing.remembered += found is not None
                     if found is None and self.probing.ask(session, number, message, span):
                         state.reply(session.id, number, LookupReply(HitStatus.PENDING, 0))
                         return

@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvstore.core.answers import Answers, Found
+from kvstore.core.answers import Answers, Found, Remote
 from kvstore.core.engines import Engine, Session
 from kvstore.core.keys import KEY_BYTES
 from kvstore.core.layout import Part
@@ -45,11 +45,13 @@ class Range:
 
 @dataclass(slots=True, eq=False)
 class _Out:
-    """A probe that is out, and who waits for it; ``late`` once somebody no longer does."""
+    """A probe, and who waits for it; ``late`` once somebody no longer does, ``ended`` once it was
+    answered."""
 
     asked: Range
     waiters: list[Waiter] = field(default_factory=list)
     late: bool = False
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,9 +95,7 @@ class Probing:
 
     def known(self, asked: Range) -> Found | None:
         """What is remembered of it; None where nothing is, or not enough."""
-        found = self._answers.get(asked.space, asked.keys, asked.local, self._state.now)
-        self.remembered += found is not None
-        return found
+        return self._answers.get(asked.space, asked.keys, asked.local, self._state.now)
 
     def ask(self, session: Session, number: int, message: Lookup, asked: Range) -> bool:
         """Have a lookup wait for its probe, which may be out already; False: it gets its local
@@ -122,9 +122,9 @@ class Probing:
             miss = LookupReply(HitStatus.MISS, 0)
             self._state.reply(session.id, waiter.number, miss)
 
-    def deny(self, space: Space, start: bytes, place: int) -> None:
-        """A chunk ``place`` behind the key ``start`` of what was found couldn't be read."""
-        self._answers.deny(space, start, place, self._state.now)
+    def deny(self, part: Remote) -> None:
+        """A part of what was found couldn't be read."""
+        self._answers.deny(part, self._state.now)
 
     # ------------------------------------------------------------ what happens
 
@@ -133,7 +133,7 @@ class Probing:
         out = self._out.pop(event.id, None)
         if out is None:
             return False
-        asked = out.asked
+        asked, out.ended = out.asked, True
         if self._open.get(asked.name()) is out:
             del self._open[asked.name()]
         self.failed += bool(event.error)
@@ -181,11 +181,12 @@ class Probing:
             waiter = next(iter(self._waiting.values()), None)
             if waiter is None or now < waiter.deadline_s:
                 break
-            if not waiter.out.late:
-                waiter.out.late = True
-                self._remember_nothing(waiter.out.asked)
-            self.timed_out += 1
             self._take(waiter)
+            if not waiter.out.ended:
+                self.timed_out += 1
+                if not waiter.out.late:
+                    waiter.out.late = True
+                    self._remember_nothing(waiter.out.asked)
             self._answer(waiter)
         self._answers.expire(now, _EXPIRE_MAX)
 

@@ -10,9 +10,9 @@ other.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvstore.core.answers import Remote
 from kvstore.core.chunk import slot_header
 from kvstore.core.errors import InvariantError
 from kvstore.core.keys import KEY_BYTES
@@ -43,20 +43,8 @@ _REMOTE_FAULTS = {
     MoveStatus.NO_SPACE: Drop.REDIS_READ_FAILED,
 }
 
-Deny = Callable[[Space, bytes, int], None]
-"""What takes note that a chunk so far behind the start of a probe's answer couldn't be read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Remote:
-    """A part in the remote tier under the fleet's ``epoch``. A probe's answer that starts with the
-    key ``start`` said so, ``place`` chunks behind it."""
-
-    space: Space
-    header: ChunkHeader
-    epoch: int
-    start: bytes
-    place: int
+Deny = Callable[[Remote], None]
+"""What takes note that a part couldn't be read."""
 
 
 class _Name(NamedTuple):
@@ -161,7 +149,7 @@ class Reads:
             self._state.drop((_FAULTS if origin is None else _REMOTE_FAULTS)[status])
             self._fail_readers(job)
             if origin is not None:
-                self._deny(origin.space, origin.start, origin.place)
+                self._deny(origin)
             elif job.source is not None:
                 self._give_up(job.source, status)
         self._settle_target(target, status)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.core.answers import Remote
 from kvstore.core.batches import Batch, Step
 from kvstore.core.blocks import ChunkBlocks, check_blocks
 from kvstore.core.chunk import Chain, slot_header
@@ -13,7 +14,7 @@ from kvstore.core.keys import KEY_BYTES, NO_PARENT
 from kvstore.core.layout import Layout, Part, Shard
 from kvstore.core.leases import Lease
 from kvstore.core.messages import Refused, Retrieve
-from kvstore.core.reads import Reads, Remote
+from kvstore.core.reads import Reads
 from kvstore.core.slots import Slot
 from kvstore.core.spaces import Space
 from kvstore.core.state import State
@@ -127,7 +128,15 @@ class Retrieving:
             return None
         chain = Chain(batch.space, lease.keys, 0, NO_PARENT)
         header = chain.header(depth, part, batch.layout, batch.shard)
-        return Remote(batch.space, header, found.epoch, chain.key(found.first), depth - found.first)
+        before = max(0, depth - batch.layout.window_chunks())
+        return Remote(
+            space=batch.space,
+            header=header,
+            epoch=found.epoch,
+            start=chain.key(found.first),
+            place=depth - found.first,
+            chain=lease.keys[before * KEY_BYTES : (depth + 1) * KEY_BYTES],
+        )
 
     def _touch(self, slot: Slot) -> None:
         tree = self._state.directory.tree(slot.tier)

@@ -1,0 +1,382 @@
+"""Lookups and the remote tier: who is made to wait, for how long, and what is remembered."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvstore.core.answers import Answers, Found
+from kvstore.core.layout import Part, Shard
+from kvstore.core.limits import RemoteLimits
+from kvstore.core.messages import HitStatus, LookupReply, SessionID
+from kvstore.core.probing import STEP_WAITERS
+from kvstore.core.remote_messages import Probe, Probed, RemoteState
+from tests.core.driver import Driver, Engine, layout
+from tests.core.fleet import Fleet, ask, probes, remote_stats, told
+
+PENDING = ("PENDING", 0)
+
+
+def sharing(chunks: int = 4, **settings: Any) -> tuple[Fleet, Driver, Engine]:
+    """A fleet in which another node has stored a prompt, and a fresh node."""
+    fleet = Fleet()
+    other = fleet.node(host_slots=16)
+    engine = other.engine()
+    engine.store(engine.chain(chunks))
+    fleet.run(other)
+    assert len(fleet.values) == chunks
+    node = fleet.node(host_slots=16, **settings)
+    return fleet, node, node.engine()
+
+
+def test_while_the_tier_is_down_a_lookup_asks_nothing_and_is_answered_at_once() -> None:
+    fleet = Fleet()
+    node = fleet.node(up=False)
+    engine = node.engine()
+    assert told(engine, ask(engine, engine.chain(3).data)) == [("MISS", 0)]
+    assert node.remote == []
+    assert not remote_stats(node).up
+
+
+def test_a_lookup_is_pending_until_its_probe_ends_and_then_a_lease() -> None:
+    """The push names the hit, and asking again gives the same without another probe."""
+    fleet, node, engine = sharing(4)
+    keys = engine.chain(4)
+    number = ask(engine, keys.data)
+    assert told(engine, number) == [PENDING]
+    (probe,) = probes(node)
+    assert (probe.keys, probe.shards, probe.parts) == (keys.data, (0,), (Part.FULL,))
+    fleet.answer(node)
+    assert told(engine, number) == [PENDING, ("HIT", 4)]
+    assert engine.lookup(keys) == 4
+    assert node.remote == []
+    assert node.stats().leases == 1
+
+
+def test_the_probe_begins_behind_the_local_hit_and_extends_it() -> None:
+    """Two of five chunks are in host memory: three are asked for."""
+    fleet, node, engine = sharing(5)
+    keys = engine.chain(5)
+    engine.put(keys[:2])
+    node.remote.clear()
+    number = ask(engine, keys.data)
+    assert [probe.keys for probe in probes(node)] == [keys.data[64:]]
+    fleet.answer(node)
+    assert told(engine, number)[1:] == [("HIT", 5)]
+    stats = remote_stats(node)
+    assert (stats.hits, stats.misses) == (3, 0)
+
+
+def test_a_whole_local_hit_asks_nothing() -> None:
+    _fleet, node, engine = sharing(3)
+    engine.put(engine.chain(3))
+    node.remote.clear()
+    assert engine.lookup(engine.chain(3)) == 3
+    assert node.remote == []
+
+
+def test_only_the_leading_run_counts() -> None:
+    """Chunk 2 of five is gone: the hit ends before it, whatever lies behind."""
+    fleet, node, engine = sharing(5)
+    keys = engine.chain(5)
+    fleet.lose(keys[2])
+    number = ask(engine, keys.data)
+    fleet.answer(node)
+    assert told(engine, number)[1:] == [("HIT", 2)]
+
+
+def test_a_negative_answer_is_remembered_for_a_while() -> None:
+    """Another request of the same prompt, also a longer one, is a miss at once; later it is asked
+    for anew."""
+    fleet = Fleet()
+    node = fleet.node()
+    engine = node.engine()
+    number = ask(engine, engine.chain(3).data)
+    fleet.answer(node)
+    assert told(engine, number) == [PENDING, ("MISS", 0)]
+    assert told(engine, ask(engine, engine.chain(3).data, "next")) == [("MISS", 0)]
+    assert told(engine, ask(engine, engine.chain(5).data, "longer")) == [("MISS", 0)]
+    assert remote_stats(node).remembered == 2
+    node.tick(RemoteLimits().answer_s)
+    assert told(engine, ask(engine, engine.chain(3).data, "later")) == [PENDING]
+
+
+def test_at_the_deadline_the_local_answer_stands_and_a_late_one_serves_the_next() -> None:
+    """The probe takes longer than 20 ms: the request gets what is in host memory, for good; the
+    next request has the late answer at once."""
+    fleet, node, engine = sharing(4)
+    keys = engine.chain(4)
+    engine.put(keys[:1])
+    node.remote.clear()
+    number = ask(engine, keys.data)
+    (probe,) = probes(node)
+    assert 0 < node.service.next_tick_s(node.now) <= RemoteLimits().probe_s
+    node.tick(0.010)
+    assert told(engine, number) == [PENDING]
+    node.tick(0.010)
+    assert told(engine, number) == [PENDING, ("HIT", 1)]
+    assert told(engine, ask(engine, keys.data, "meanwhile")) == [("HIT", 1)]
+    node.event(fleet.probed(probe))
+    assert told(engine, ask(engine, keys.data, "next")) == [("HIT", 4)]
+    assert engine.lookup(keys) == 1
+    stats = remote_stats(node)
+    assert (stats.timed_out, stats.late, stats.waiting, stats.probes) == (1, 1, 0, 1)
+
+
+def test_nobody_waits_for_a_probe_that_is_late_already() -> None:
+    """It has been out for longer than what is remembered of it: a lookup of the same keys gets its
+    local answer, and no second probe goes out for them."""
+    _fleet, node, engine = sharing(2)
+    keys = engine.chain(2)
+    ask(engine, keys.data)
+    node.tick(0.020)
+    node.tick(RemoteLimits().answer_s)
+    assert told(engine, ask(engine, keys.data, "next")) == [("MISS", 0)]
+    assert len(probes(node)) == 1
+
+
+def test_lookups_of_the_same_keys_share_one_probe() -> None:
+    fleet, node, engine = sharing(3)
+    keys = engine.chain(3)
+    numbers = [ask(engine, keys.data, f"r{i}") for i in range(3)]
+    assert len(probes(node)) == 1
+    fleet.answer(node)
+    assert [told(engine, number) for number in numbers] == [[PENDING, ("HIT", 3)]] * 3
+
+
+def test_many_who_wait_are_answered_in_steps() -> None:
+    """No event answers more than its share; the rest follows at Ticks that are due at once."""
+    fleet, node, engine = sharing(2)
+    keys = engine.chain(2)
+    numbers = [ask(engine, keys.data, f"r{i}") for i in range(3 * STEP_WAITERS)]
+    (probe,) = probes(node)
+    answered = len(node.event(fleet.probed(probe)))
+    assert answered == STEP_WAITERS
+    assert node.service.next_tick_s(node.now) == 0.0
+    node.tick()
+    node.tick()
+    assert all(told(engine, number)[1:] == [("HIT", 2)] for number in numbers)
+    assert remote_stats(node).waiting == 0
+
+
+def test_beyond_each_limit_the_local_answer_is_given_at_once() -> None:
+    """Two probes, or two that wait: the third lookup doesn't."""
+    fleet = Fleet()
+    for bound in ({"probes_max": 2}, {"waiters_max": 2}, {"waiting_bytes_max": 64}):
+        node = fleet.node(remote=RemoteLimits(**bound))
+        engine = node.engine()
+        first, second, third = (ask(engine, engine.chain(1, i).data, f"r{i}") for i in range(3))
+        assert told(engine, first) == told(engine, second) == [PENDING]
+        assert told(engine, third) == [("MISS", 0)]
+
+
+def test_a_probe_asks_for_a_bounded_number_of_values() -> None:
+    """Eight names, two shards: four keys of six are asked for, and a hit ends there."""
+    fleet = Fleet()
+    shards = [Shard(tp_rank=rank, tp_size=2) for rank in range(2)]
+    other = fleet.node(host_slots=16)
+    there = other.engine(shards=shards)
+    there.put(there.chain(6))
+    fleet.run(other)
+    node = fleet.node(remote=RemoteLimits(probe_names_max=8))
+    engine = node.engine(shards=shards)
+    number = ask(engine, engine.chain(6).data)
+    (probe,) = probes(node)
+    assert (len(probe.keys), probe.shards) == (4 * 32, (0, 1))
+    fleet.answer(node)
+    assert told(engine, number)[1:] == [("HIT", 4)]
+
+
+def test_an_error_or_a_tier_that_goes_down_gives_the_local_answer() -> None:
+    """And what was asked isn't asked again at once after an error."""
+    _fleet, node, engine = sharing(2)
+    keys = engine.chain(2)
+    number = ask(engine, keys.data)
+    (probe,) = probes(node)
+    node.event(Probed(probe.id, 0, (), "connection refused"))
+    assert told(engine, number) == [PENDING, ("MISS", 0)]
+    assert told(engine, ask(engine, keys.data, "next")) == [("MISS", 0)]
+    node.tick(RemoteLimits().answer_s)
+    number = ask(engine, keys.data, "later")
+    node.event(RemoteState(False))
+    assert told(engine, number) == [PENDING, ("MISS", 0)]
+    node.event(Probed(probes(node)[1].id, 0, (), "closed"))
+    assert remote_stats(node).probes_failed == 2
+
+
+def test_a_release_and_other_keys_end_the_wait_with_a_miss() -> None:
+    """Each PENDING is followed by exactly one answer, and no lease is taken for nobody."""
+    fleet, node, engine = sharing(3)
+    released = ask(engine, engine.chain(3).data)
+    engine.release("r")
+    assert told(engine, released) == [PENDING, ("MISS", 0)]
+    replaced = ask(engine, engine.chain(3).data, "other")
+    ask(engine, engine.chain(2).data, "other")
+    assert told(engine, replaced) == [PENDING, ("MISS", 0)]
+    fleet.answer(node)
+    assert node.stats().leases == 1
+    assert told(engine, released) == [PENDING, ("MISS", 0)]
+
+
+def test_a_session_that_is_lost_is_told_nothing() -> None:
+    fleet, node, engine = sharing(2)
+    number = ask(engine, engine.chain(2).data)
+    node.close(engine.scheduler)
+    fleet.answer(node)
+    assert told(engine, number) == [PENDING]
+    assert remote_stats(node).waiting == 0
+    assert node.stats().leases == 0
+
+
+def test_an_engine_that_became_unready_gets_a_miss() -> None:
+    fleet, node, engine = sharing(2)
+    number = ask(engine, engine.chain(2).data)
+    node.close(engine.workers[0])
+    fleet.answer(node)
+    assert told(engine, number) == [PENDING, ("MISS", 0)]
+
+
+def test_a_probe_asks_for_all_shards_and_a_hit_needs_them() -> None:
+    """Rank 1's part of chunk 1 is gone: only chunk 0 is a hit."""
+    fleet = Fleet()
+    shards = [Shard(tp_rank=rank, tp_size=2) for rank in range(2)]
+    other = fleet.node(host_slots=16)
+    there = other.engine(shards=shards)
+    there.put(there.chain(3))
+    fleet.run(other)
+    keys = there.chain(3)
+    for value in [v for v in fleet.values if v[3] == keys[1] and v[4] == 1]:
+        del fleet.values[value]
+    node = fleet.node()
+    engine = node.engine(shards=shards)
+    number = ask(engine, keys.data)
+    fleet.answer(node)
+    assert told(engine, number)[1:] == [("HIT", 1)]
+
+
+def test_windows_of_a_hit_may_come_from_either_tier() -> None:
+    """Two windows are needed. The other node shared four chunks; its window of chunk 3 is gone, so
+    a hit of three is what windows 1 and 2 allow."""
+    fleet = Fleet()
+    shape = layout(window=32)
+    other = fleet.node(host_slots=32)
+    there = other.engine(shape=shape)
+    there.put(there.chain(4))
+    fleet.run(other)
+    node = fleet.node(host_slots=32)
+    engine = node.engine(shape=shape)
+    keys = engine.chain(4)
+    engine.put(keys[:2])
+    node.remote.clear()
+    for value in [v for v in fleet.values if v[3] == keys[3] and v[5] is Part.WINDOW]:
+        del fleet.values[value]
+    number = ask(engine, keys.data)
+    (probe,) = probes(node)
+    assert (probe.parts, probe.keys) == ((Part.FULL, Part.WINDOW), keys.data)
+    fleet.answer(node)
+    assert told(engine, number)[1:] == [("HIT", 3)]
+    assert engine.lookup(keys) == 3
+
+
+def test_a_cleared_namespace_takes_nothing_from_an_old_probe() -> None:
+    """The probe was made before the clear: its answer belongs to a namespace that is dead."""
+    fleet, node, engine = sharing(2)
+    number = ask(engine, engine.chain(2).data)
+    (probe,) = probes(node)
+    found = fleet.probed(probe)
+    node.remote.clear()
+    node.clear()
+    fleet.answer(node)
+    node.event(found)
+    assert told(engine, number) == [PENDING, ("MISS", 0)]
+    assert told(engine, ask(engine, engine.chain(2).data, "next")) == [PENDING]
+
+
+# ---------------------------------------------------------------- the pure parts
+
+
+def brute(found: Found, local: int, most: int, window: int, local_windows: set[int]) -> int:
+    """The longest hit by trying each length, but those whose windows begin before what the answer
+    knows."""
+    best = 0
+    for length in range(1, most + 1):
+        whole = all(d < local or found.has(Part.FULL, d) for d in range(length))
+        below = range(max(0, length - window), length)
+        seen = all(found.has(Part.WINDOW, d) or (d < local and d in local_windows) for d in below)
+        if whole and seen and below.start >= found.first:
+            best = length
+    return best
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_hit_reaches_as_far_as_trying_each_length_says(seed: int) -> None:
+    """Random answers, with and without windows. What the local tiers have alone counts anyway."""
+    rng = random.Random(seed)
+    for _ in range(200):
+        count, window = rng.randint(1, 8), rng.choice((0, 0, 1, 2, 3))
+        local = rng.randint(0, count)
+        first = max(0, local - window)
+        size = rng.randint(0, count - first)
+        full = bytes(rng.random() < 0.8 for _ in range(size))
+        windows = bytes(rng.random() < 0.7 for _ in range(size)) if window else b""
+        found = Found(first, 7, full, windows)
+        have = {d for d in range(local) if rng.random() < 0.6}
+        got = found.reach(local, count, window, have.__contains__)
+        expected = brute(found, local, count, window, have)
+        local_hit = brute(Found(0, 7, b"", b""), local, local, window, have)
+        assert max(got, local_hit) == max(expected, local_hit)
+
+
+def test_answers_are_bounded_in_number_and_bytes_and_expire() -> None:
+    limits = RemoteLimits(answers_max=3, answer_bytes_max=32 * 10)
+    answers = Answers(limits)
+    _fleet, node, _engine = sharing(1)
+    space = node.service._state.spaces.all()[0]
+
+    def chain(number: int, count: int) -> bytes:
+        return b"".join(bytes([number, place]) + bytes(30) for place in range(count))
+
+    for number in range(5):
+        answers.put(space, chain(number, 2), Found(0, 1, b"\1\1"), 0, now=0.0)
+    assert len(answers) == 3
+    answers.put(space, chain(9, 9), Found(0, 1, b"\1" * 9), 0, now=0.5)
+    assert len(answers) == 1
+    answers.expire(1.4, 10)
+    assert len(answers) == 1
+    answers.expire(1.5, 10)
+    assert len(answers) == 0
+
+
+def test_an_answer_serves_chains_that_share_its_head() -> None:
+    """Known of [0, 4), of which 3 are there: a chain that leaves it behind 2 isn't known, one that
+    leaves it behind 3 is, as chunk 3 isn't there anyway, and a shorter one is."""
+    answers = Answers(RemoteLimits())
+    _fleet, node, _engine = sharing(1)
+    space = node.service._state.spaces.all()[0]
+    keys = [bytes([place]) * 32 for place in range(6)]
+    other = [bytes([place + 100]) * 32 for place in range(6)]
+    answers.put(space, b"".join(keys[:5]), Found(0, 1, b"\1\1\1\0\1"), 0, now=0.0)
+
+    def known(chain: list[bytes]) -> bytes | None:
+        found = answers.get(space, b"".join(chain), 0, 0.1)
+        return None if found is None else found.full
+
+    assert known(keys) == b"\1\1\1\0"
+    assert known(keys[:2]) == b"\1\1"
+    assert known(keys[:4] + other[4:]) == b"\1\1\1\0"
+    assert known(keys[:3] + other[3:]) is None
+    assert known(other) is None
+
+
+def test_no_reply_but_lookups_is_ever_pending() -> None:
+    """Probes that nobody waits for, of writes, make no reply."""
+    fleet, node, engine = sharing(1)
+    engine.put(engine.chain(3, seed=7))
+    assert all(isinstance(effect, Probe) for effect in node.remote)
+    before = len(node.replies)
+    fleet.answer(node)
+    assert len(node.replies) == before
+    assert SessionID(0) not in {reply.session for reply in node.replies}
+    assert LookupReply(HitStatus.PENDING, 0) not in [reply.body for reply in node.replies]
