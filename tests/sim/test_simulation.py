@@ -17,7 +17,7 @@ from tests.sim.run import simulate
 from tests.sim.themes import THEMES
 
 FIXED = range(500, 580)
-FRESH_SECONDS = float(os.environ.get("SIM_SECONDS", "10"))
+FRESH_SECONDS = float(os.environ.get("SIM_SECONDS", "60"))
 """How long other worlds are tried in each run; ``make sim`` and ``make soak`` do so for minutes."""
 HAPPENS = (
     "Store", "Retrieve", "Lookup", "Release", "Cancel", "Register", "Attach", "SetRevision",
