@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --retries 10 --timeout 180 --disable-pip-version-check --quiet
 # In variables, because a comma would end an argument of $(call).
 FOR_RUN := .[transformers]
-FOR_TEST := .[transformers,dev]
+FOR_TEST := .[transformers,redis,dev]
 # Three tries: a registry may be slow or drop a connection.
 retry = for try in 1 2 3; do $(1) && break; [ $$try -lt 3 ] || exit 1; echo "trying again: $(1)"; sleep 5; done
 
@@ -90,4 +90,5 @@ $(VENV)/.transformers: pyproject.toml | $(BIN)/python
 $(VENV)/.dev: pyproject.toml $(VENV)/.transformers | $(BIN)/python
 	@echo "installing what the tests need into $(VENV)"
 	@$(call retry,$(PIP) -e '$(FOR_TEST)')
+	@$(BIN)/python -m tests.redis_binaries >/dev/null
 	@touch $@
