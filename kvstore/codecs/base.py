@@ -54,8 +54,10 @@ from kvstore.core.messages import ChunkHeader
 HEADER_BYTES = 4096
 FORMAT_VERSION = 1
 TENANT_BYTES_MAX = 128
-CODEC_IDS = {"identity": 0}
+CODEC_IDS = {"identity": 0, "lz4": 1, "zstd": 2}
 """Codec IDs at rest: only ever append."""
+OTHERS_ID_MIN = 1 << 15
+"""Codecs that aren't ours (entry points of the group ``kvstore.codecs``) have IDs from here on."""
 SEQUENCES_END = 1 << 63
 """No daemon counts so many writes; one that believed a higher number would soon have none left."""
 
@@ -79,11 +81,12 @@ class Codec(Protocol):
     """
 
     id: int
-    """Stands in headers at rest; one of CODEC_IDS."""
+    """Stands in headers at rest; one of CODEC_IDS, or another's own from OTHERS_ID_MIN on."""
     version: int
 
     def encode(self, raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """What to store for ``raw``: a new array, or ``raw`` itself. Doesn't mutate ``raw``."""
+        """What to store for ``raw``: a new, shorter array; or ``raw`` itself where encoding doesn't
+        pay, and then the header must name the identity. Doesn't mutate ``raw``."""
 
     def decode(self, stored: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
         """Undo ``encode`` into ``out``, which may be ``stored`` itself only for the identity."""
