@@ -1,7 +1,8 @@
 """Candidates: the copies of a tier that could leave, and which leaves first.
 
-WINDOW parts leave before whole copies: they serve the last tokens of one hit only. A whole copy is
-a candidate while it is a leaf without lease or Move. Copies whose slots have different sizes (the
+WINDOW parts leave before whole copies that were used no earlier: they serve the last tokens of one
+hit only, but a prompt that was stored a moment ago is no hit without them. A whole copy is a
+candidate while it is a leaf without lease or Move. Copies whose slots have different sizes (the
 shards of a pipeline) queue together under the sizes that evicting them frees.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kvstore.core.eviction import Policy
+from kvstore.core.eviction import Look, Policy
 from kvstore.core.layout import Part
 from kvstore.core.slots import Slot, SlotState
 from kvstore.core.tree_nodes import Copy
@@ -19,7 +20,8 @@ _BOTH = [Part.FULL, Part.WINDOW]
 
 
 class Candidates:
-    """A policy for each combination of slot sizes. ``guard`` is the copy that room is made for."""
+    """A policy for each combination of slot sizes. ``guard`` is the copy that room is made for;
+    ``looks_left`` are the candidates that this event may still look at."""
 
     def __init__(self, policy: Callable[[], Policy]) -> None:
         self.guard: Copy | None = None
@@ -35,13 +37,28 @@ class Candidates:
         if self.window_evictable(copy):
             self._queue(self._windows, copy, Part.WINDOW).offer(copy)
 
+    def begin(self, looks: int) -> None:
+        """A new event begins, with so many looks; no fewer than it takes to get anywhere, as each
+        policy's coldest is looked at twice."""
+        queues = len(self._copies) + len(self._windows)
+        self.looks_left = max(looks, 2 * queues + 2)
+
     def take(self, slot_bytes: int) -> tuple[Copy, list[Part]] | None:
         """The copy, and its parts, to evict for a slot of this size; None where there is none, or
         with ``looks_left`` below 0, where it wasn't found within the looks that there were."""
-        copy = self._coldest(self._windows, slot_bytes, self.window_evictable)
-        if copy is not None:
-            return copy, [Part.WINDOW]
-        copy = self._coldest(self._copies, slot_bytes, self.evictable)
+        windows = _freeing(self._windows, slot_bytes)
+        copies = _freeing(self._copies, slot_bytes)
+        window = self._coldest(windows, self._look_at_window)
+        if window is None:
+            copy = None if self.looks_left < 0 else self._take(copies, self._look_at_copy)
+            return None if copy is None else (copy, _BOTH)
+        whole = self._coldest(copies, self._look_at_copy)
+        if self.looks_left < 0:
+            return None
+        if whole is None or window[0] <= whole[0]:
+            copy = window[1].take(self._look_at_window)
+            return None if copy is None else (copy, [Part.WINDOW])
+        copy = whole[1].take(self._look_at_copy)
         return None if copy is None else (copy, _BOTH)
 
     def trim(self) -> None:
@@ -54,36 +71,45 @@ class Candidates:
         """Whether the whole copy may leave."""
         if not self._loose(copy) or copy.first_child is not None:
             return False
-        return _all_idle(copy.slots())
+        slots = copy.slots()
+        return bool(slots) and _all_idle(slots)
 
     def window_evictable(self, copy: Copy) -> bool:
         """Whether the copy's WINDOW part may leave."""
         return self._loose(copy) and copy.window_ready > 0 and _all_idle(copy.part(Part.WINDOW))
 
-    def _coldest(
-        self, queues: dict[Sizes, Policy], slot_bytes: int, test: Callable[[Copy], bool]
-    ) -> Copy | None:
-        """Take the copy used longest ago from all queues that free a slot of this size. Policies
-        pass over copies that may not leave; when no look is left, the next is taken for granted and
-        looked at here: it is offered again when it may leave. The guard costs no look, as it comes
-        back each time."""
-
-        def look(copy: Copy) -> bool:
-            if copy is self.guard:
-                return False
-            self.looks_left -= 1
-            return self.looks_left < 0 or test(copy)
-
-        best: tuple[int, Policy] | None = None
-        policies = [policy for sizes, policy in queues.items() if slot_bytes in sizes]
+    def _take(self, policies: list[Policy], look: Callable[[Copy], Look]) -> Copy | None:
+        """Take the copy used longest ago of all."""
         if len(policies) == 1:
-            best = (0, policies[0])
-        for policy in policies if best is None else ():
+            return policies[0].take(look)
+        best = self._coldest(policies, look)
+        return None if best is None or self.looks_left < 0 else best[1].take(look)
+
+    def _coldest(
+        self, policies: list[Policy], look: Callable[[Copy], Look]
+    ) -> tuple[int, Policy] | None:
+        """The use of the copy used longest ago of all, and the policy that holds it."""
+        best: tuple[int, Policy] | None = None
+        for policy in policies:
             use = policy.coldest_use(look)
             if use is not None and (best is None or use < best[0]):
                 best = (use, policy)
-        copy = None if best is None else best[1].take(look)
-        return copy if copy is not None and test(copy) else None
+        return best
+
+    def _look_at_copy(self, copy: Copy) -> Look:
+        return self._look(copy, self.evictable)
+
+    def _look_at_window(self, copy: Copy) -> Look:
+        return self._look(copy, self.window_evictable)
+
+    def _look(self, copy: Copy, may_leave: Callable[[Copy], bool]) -> Look:
+        """The guard costs no look, as it comes back each time."""
+        if copy is self.guard:
+            return Look.STAYS
+        self.looks_left -= 1
+        if self.looks_left < 0:
+            return Look.LATER
+        return Look.LEAVES if may_leave(copy) else Look.STAYS
 
     def _loose(self, copy: Copy) -> bool:
         return copy.live and copy.space.alive and not copy.leases and copy is not self.guard
@@ -95,6 +121,11 @@ class Candidates:
         if policy is None:
             policy = queues[sizes] = self._policy()
         return policy
+
+
+def _freeing(queues: dict[Sizes, Policy], slot_bytes: int) -> list[Policy]:
+    """The policies whose copies free a slot of this size."""
+    return [policy for sizes, policy in queues.items() if slot_bytes in sizes]
 
 
 def _all_idle(slots: Iterable[Slot | None]) -> bool:

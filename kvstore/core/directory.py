@@ -85,7 +85,9 @@ class Directory:
             pins += below if chunks > host else []
         for place in range(max(0, chunks - window_chunks), chunks):
             found = self._window(space, _key(keys, place))
-            pins += [found] if found is not None else []
+            if found is not None:
+                found[0].touch(found[1])
+                pins.append(found)
         return pins
 
     def has_window(self, space: Space, key: bytes) -> bool:

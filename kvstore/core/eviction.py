@@ -5,19 +5,35 @@ LRU is the default: leaves first keeps each tier prefix-closed. A parent is used
 is, so a copy that becomes a leaf inherits the latest use of its last child (the tree does that).
 
 Heaps are lazy: a use only changes the copy's ``last_use``; an entry that turns out to be older than
-its copy is pushed again when it comes up. So each copy has at most one entry, and a lookup costs no
-heap operation. Entries of copies that left otherwise (a clear, a failed store) would stay for ever
-in a tier that never fills; so there are two heaps, and each offer moves two entries from the end of
-the old one (what remains is a heap still) to the new one and drops the dead. No step is long.
+its copy takes the copy's place in the order when it comes up. So each copy has at most one entry,
+and a lookup costs no heap operation. Where very many entries are older, renewing them goes on in
+the next event: the caller answers LATER once an event has looked at enough of them, and nothing is
+taken before the coldest has been found. Entries of copies that left otherwise (a clear, a failed
+store) would stay for ever in a tier that never fills; so there are two heaps, and each offer moves
+two entries from the end of the old one (what remains is a heap still) to the new one and drops the
+dead. No step is long.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from enum import Enum
 from typing import Protocol
 
 from kvstore.core.tree_nodes import Copy
+
+
+class Look(Enum):
+    """What a look at a candidate shows. LEAVES: it may leave. STAYS: not at present. LATER: this
+    event has looked at enough; where the search ends without an answer, it goes on in the next."""
+
+    LEAVES = "leaves"
+    STAYS = "stays"
+    LATER = "later"
+
+
+LookAt = Callable[[Copy], Look]
 
 
 class Policy(Protocol):
@@ -25,18 +41,19 @@ class Policy(Protocol):
 
     The tree guarantees: ``offer`` is called when a copy becomes evictable, again after each time it
     was taken out and became evictable anew. An implementation is responsible for: ``take`` returns
-    only copies for which ``evictable`` is true at that moment, or None when it holds none.
+    only copies that a ``look`` shows to LEAVE at that moment, looks at each candidate that it
+    passes over, forgets those that STAY (they are offered again), and returns None where it holds
+    none, or at the first LATER.
     """
 
     def offer(self, copy: Copy) -> None:
         """The copy may leave; a second offer of a copy that is still held is ignored."""
 
-    def take(self, evictable: Callable[[Copy], bool]) -> Copy | None:
-        """The copy to evict now, which the policy forgets; copies that aren't evictable any more
-        are forgotten on the way (they are offered again)."""
+    def take(self, look: LookAt) -> Copy | None:
+        """The copy to evict now, which the policy forgets."""
 
-    def coldest_use(self, evictable: Callable[[Copy], bool]) -> int | None:
-        """The last use of what ``take`` would return, which stays; None when there is nothing."""
+    def coldest_use(self, look: LookAt) -> int | None:
+        """The last use of what ``take`` would return, which stays; None where that is None."""
 
     def trim(self) -> None:
         """A copy has left otherwise: forget one or two that have, if any are held. Short."""
@@ -44,7 +61,6 @@ class Policy(Protocol):
 
 _Entry = tuple[int, int, Copy]
 _TRIM_ENTRIES = 2
-RENEW_ENTRIES = 5
 _HELD_SETS = 256
 
 
@@ -54,56 +70,52 @@ class LeastRecentlyUsed:
     def __init__(self) -> None:
         self._old: list[_Entry] = []
         self._new: list[_Entry] = []
-        self._chosen: _Entry | None = None
         self._held: tuple[set[int], ...] = tuple(set() for _ in range(_HELD_SETS))
         self._ties = 0
 
     def __len__(self) -> int:
-        return len(self._old) + len(self._new) + (self._chosen is not None)
+        return len(self._old) + len(self._new)
 
     def offer(self, copy: Copy) -> None:
         """Note a candidate."""
         held = self._held_with(copy)
         if id(copy) not in held:
             held.add(id(copy))
-            self._push(copy)
+            self._ties += 1
+            heapq.heappush(self._new, (self._rank(copy), self._ties, copy))
         self.trim()
 
-    def take(self, evictable: Callable[[Copy], bool]) -> Copy | None:
+    def take(self, look: LookAt) -> Copy | None:
         """The candidate used longest ago."""
-        if self.coldest_use(evictable) is None or self._chosen is None:
+        heap = self._settled(look)
+        if heap is None:
             return None
-        copy = self._chosen[2]
-        self._chosen = None
+        copy = heapq.heappop(heap)[2]
         self._held_with(copy).discard(id(copy))
         return copy
 
-    def coldest_use(self, evictable: Callable[[Copy], bool]) -> int | None:
+    def coldest_use(self, look: LookAt) -> int | None:
         """When the candidate used longest ago was used."""
-        if self._chosen is not None:
-            heapq.heappush(self._new, self._chosen)
-            self._chosen = None
-        renewed: list[_Entry] = []
-        while (heap := self._top()) and len(renewed) < RENEW_ENTRIES:
-            entry = heapq.heappop(heap)
-            copy = entry[2]
-            if not evictable(copy):
+        heap = self._settled(look)
+        return None if heap is None else heap[0][0]
+
+    def _settled(self, look: LookAt) -> list[_Entry] | None:
+        """The heap whose first entry is the coldest candidate of all and may leave."""
+        while heap := self._top():
+            rank, _, copy = heap[0]
+            found = look(copy)
+            if found is Look.LATER:
+                return None
+            if found is Look.STAYS:
+                heapq.heappop(heap)
                 self._held_with(copy).discard(id(copy))
-            elif self._rank(copy) > entry[0]:
-                self._ties += 1
-                renewed.append((self._rank(copy), self._ties, copy))
-            elif not renewed or entry < min(renewed):
-                self._chosen = entry
-                break
-            else:
-                heapq.heappush(self._new, entry)
-                break
-        if self._chosen is None and renewed:
-            self._chosen = min(renewed)
-            renewed.remove(self._chosen)
-        for entry in renewed:
-            heapq.heappush(self._new, entry)
-        return None if self._chosen is None else self._chosen[0]
+                continue
+            use = self._rank(copy)
+            if use == rank:
+                return heap
+            self._ties += 1
+            heapq.heapreplace(heap, (use, self._ties, copy))
+        return None
 
     def holds(self, copy: Copy) -> bool:
         """Whether the copy is a candidate."""
@@ -111,24 +123,21 @@ class LeastRecentlyUsed:
 
     def _held_with(self, copy: Copy) -> set[int]:
         """The set that tells whether a copy is held: one of many, as a set that grows stalls its
-        caller."""
-        return self._held[id(copy) >> 4 & _HELD_SETS - 1]
+        caller; by the key, as by the address all would be equally full, and grow together."""
+        return self._held[copy.key[-1]]
 
     def _rank(self, copy: Copy) -> int:
         return copy.use()
 
-    def _push(self, copy: Copy) -> None:
-        self._ties += 1
-        heapq.heappush(self._new, (self._rank(copy), self._ties, copy))
-
     def _top(self) -> list[_Entry]:
         """The heap whose first entry leaves first; an empty one if both are."""
-        if self._old and self._new:
-            return min(self._old, self._new, key=lambda heap: heap[0][:2])
-        return self._old or self._new
+        old, new = self._old, self._new
+        if not old or not new:
+            return old or new
+        return old if old[0] < new[0] else new
 
     def trim(self) -> None:
-        """Move two entries to the new heap, unless their copies are gone."""
+        """Move two entries to the new heap, renewed, unless their copies are gone."""
         for _ in range(_TRIM_ENTRIES):
             if not self._old:
                 self._old, self._new = self._new, []
@@ -137,7 +146,7 @@ class LeastRecentlyUsed:
             entry = self._old.pop()
             copy = entry[2]
             if copy.live and copy.space.alive:
-                heapq.heappush(self._new, entry)
+                heapq.heappush(self._new, (self._rank(copy), entry[1], copy))
             else:
                 self._held_with(copy).discard(id(copy))
 

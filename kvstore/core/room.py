@@ -37,7 +37,7 @@ class Room:
     def begin(self) -> None:
         """A new event begins."""
         self._left = STEP_COPIES
-        self._tree.candidates.looks_left = STEP_COPIES
+        self._tree.candidates.begin(STEP_COPIES)
         self._tree.slabs.begin()
 
     def take(self, slot_bytes: int, guard: Copy) -> Slot | Drop | None:

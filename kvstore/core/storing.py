@@ -22,15 +22,17 @@ from kvstore.core.transfers import Job
 from kvstore.core.writing import Writing
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Batch:
-    """One store's facts."""
+    """One store's facts. The FULL parts of the chunks before ``fulls`` are begun: that of one more
+    than is begun in whole where room for its WINDOW part is still being made."""
 
     ticket: Ticket
     chain: Chain
     blocks: ChunkBlocks
     layout: Layout
     shard: Shard
+    fulls: int = 0
 
 
 class Storing:
@@ -149,13 +151,15 @@ class Storing:
         """Keep one chunk; tells why it can't be, if so."""
         if batch.blocks.any_null(Part.FULL, chunk):
             return Drop.NULL_BLOCK
-        outcome = self._store_part(batch, chunk, Part.FULL)
+        if chunk >= batch.fulls:
+            outcome = self._store_part(batch, chunk, Part.FULL)
+            if outcome is not Step.NEXT:
+                return outcome
+            batch.fulls = chunk + 1
         windows = batch.layout.part_groups(Part.WINDOW)
-        if outcome is Step.NEXT and windows and not batch.blocks.any_null(Part.WINDOW, chunk):
-            outcome = self._store_part(batch, chunk, Part.WINDOW)
-            if outcome is Step.LATER:
-                return Drop.HOST_FULL  # the other part is on its way already
-        return outcome
+        if not windows or batch.blocks.any_null(Part.WINDOW, chunk):
+            return Step.NEXT
+        return self._store_part(batch, chunk, Part.WINDOW)
 
     def _store_part(self, batch: _Batch, chunk: int, part: Part) -> Drop | Step:
         host, ticket = self._state.directory.host, batch.ticket

@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from kvstore.core.eviction import LeastRecentlyUsed
+from kvstore.core.eviction import LeastRecentlyUsed, Look
 from kvstore.core.layout import Part
 from kvstore.core.messages import MoveID, MoveKind, MoveStatus
 from kvstore.core.slots import Slot
@@ -209,16 +209,29 @@ def test_a_leaf_that_loses_its_child_to_doom_is_a_candidate_again() -> None:
 # ---------------------------------------------------------------- window parts
 
 
-def test_window_parts_leave_before_whole_chunks() -> None:
-    """Three full parts and one window part: the newcomer takes the window part's slot, though its
-    chunk is the newest; the chunk stays."""
+def test_a_window_part_leaves_before_its_whole_chunk_and_newer_ones() -> None:
+    """Three full parts and the oldest one's window part: the newcomer takes the window part's
+    slot; the chunk stays."""
+    forest = Forest(slots=4)
+    forest.put("a")
+    forest.land(forest.reserve("a", part=Part.WINDOW))
+    forest.put("b", "c", "d")
+    assert forest.names() == {"a", "b", "c", "d"}
+    assert forest.copy("a").slot(Part.WINDOW, 0) is None
+
+
+def test_a_window_part_outlives_whole_chunks_that_were_used_before_it() -> None:
+    """A window part that was stored a moment ago is what the next hit of its prompt needs: the
+    coldest whole chunk leaves, then the window part, as its chunk is older than the newcomers."""
     forest = Forest(slots=4)
     forest.put("a", "b", "c")
     forest.land(forest.reserve("c", part=Part.WINDOW))
     forest.put("d")
-    assert forest.names() == {"a", "b", "c", "d"}
-    assert not forest.copy("c").window_visible()
-    assert forest.run("c") == 1
+    assert forest.names() == {"b", "c", "d"}
+    assert forest.copy("c").slot(Part.WINDOW, 0) is not None
+    forest.put("e", "f")
+    assert forest.names() == {"c", "d", "e", "f"}
+    assert forest.copy("c").slot(Part.WINDOW, 0) is None
 
 
 def test_the_window_part_of_a_parent_may_leave() -> None:
@@ -315,10 +328,10 @@ def test_the_only_candidate_may_be_offered_again_after_it_was_looked_at() -> Non
     forest.put("a")
     copy, policy = forest.copy("a"), LeastRecentlyUsed()
     policy.offer(copy)
-    assert policy.coldest_use(lambda copy: True) is not None
+    assert policy.coldest_use(lambda copy: Look.LEAVES) is not None
     policy.offer(copy)
-    assert policy.take(lambda copy: True) is copy
-    assert policy.take(lambda copy: True) is None
+    assert policy.take(lambda copy: Look.LEAVES) is copy
+    assert policy.take(lambda copy: Look.LEAVES) is None
 
 
 def test_what_has_left_is_freed_without_cyclic_collection() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvstore.core import room
 from kvstore.core.layout import NULL_BLOCK, Part, Shard
-from kvstore.core.messages import MoveKind, MoveStatus, TierName
+from kvstore.core.messages import Lookup, MoveKind, MoveStatus, TierName
 from tests.core.driver import Driver, Engine, block_ids, layout, limits
 
 NULL = NULL_BLOCK.to_bytes(4, "little")
@@ -311,3 +312,44 @@ def test_a_model_of_windows_only_keeps_everything_in_one_part() -> None:
     assert engine.peek(engine.chain(2)) == 2
     assert engine.peek(engine.chain(1)) == 1
     assert driver.tier().slots_used == 2
+
+
+# ---------------------------------------------------------------- a full tier
+
+
+def test_a_prompt_stored_in_several_requests_keeps_its_newest_windows() -> None:
+    """Twelve old chunks without window parts fill most of sixteen places; a prompt of four chunks
+    comes in four requests. Its windows of a moment ago don't leave for its next chunk: the oldest
+    chunks do, and all of it hits."""
+    driver, engine = ready(33)
+    for seed in range(1, 4):
+        assert put(engine, 4, kept=0, seed=seed) == b"\1\1\1\1"
+    keys = engine.chain(4)
+    for chunk in range(4):
+        assert engine.put(keys[chunk : chunk + 1]) == b"\1"
+        assert engine.peek(keys[: chunk + 1]) == chunk + 1
+    assert (driver.tier().evictions, driver.tier().chunks) == (4, 12)
+
+
+def test_no_window_part_is_refused_while_room_is_still_being_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seven of ten chunks are leased and come up first; four looks an event find the first chunk
+    that may leave with the last look of the second event. The WINDOW part of a chunk whose FULL
+    part is on its way waits for the next event rather than being refused."""
+    monkeypatch.setattr(room, "STEP_COPIES", 4)
+    driver, engine = ready(window=1, host_slots=10)
+    for seed in range(1, 11):
+        put(engine, 1, kept=0, seed=seed)
+    for seed in range(1, 8):
+        driver.send(engine.workers[0], Lookup(f"r{seed}", engine.chain(1, seed).data))
+    number = engine.store(engine.chain(1))
+    waited = False
+    while driver.service.next_tick_s(driver.now) == 0.0:
+        waited = waited or len(driver.moves) == 1
+        driver.tick()
+    assert waited, "both parts were begun in one event: this tests nothing"
+    driver.run()
+    assert driver.completed(engine.workers[0], number).done == b"\1"
+    assert driver.drops("host_full") == 0
+    assert engine.peek(engine.chain(1)) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.core.eviction import POLICIES, FirstInFirstOut, LeastRecentlyUsed, Policy
+from kvstore.core.eviction import POLICIES, FirstInFirstOut, LeastRecentlyUsed, Look, Policy
 from kvstore.core.messages import SpaceRecord
 from kvstore.core.spaces import Space
 from kvstore.core.tree_nodes import Copy
@@ -21,6 +21,22 @@ def copies(count: int) -> list[Copy]:
     return found
 
 
+def leaves(copy: Copy) -> Look:
+    """Each copy may leave."""
+    return Look.LEAVES
+
+
+class Looks:
+    """So many looks, each of which finds that a copy may leave; then none."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def __call__(self, copy: Copy) -> Look:
+        self.left -= 1
+        return Look.LATER if self.left < 0 else Look.LEAVES
+
+
 # ---------------------------------------------------------------- policies
 
 
@@ -30,9 +46,9 @@ def test_a_policy_returns_each_candidate_once(make: type[Policy]) -> None:
     policy, (a, b) = make(), copies(2)
     for copy in (a, b, a, b):
         policy.offer(copy)
-    assert [policy.take(lambda _: True) for _ in range(3)] == [a, b, None]
+    assert [policy.take(leaves) for _ in range(3)] == [a, b, None]
     policy.offer(b)
-    assert policy.take(lambda _: True) is b
+    assert policy.take(leaves) is b
 
 
 @pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
@@ -44,10 +60,10 @@ def test_a_policy_forgets_what_is_not_evictable_until_it_is_offered_again(
     policy, (a, b) = make(), copies(2)
     policy.offer(a)
     policy.offer(b)
-    assert policy.take(lambda copy: copy is not a) is b
-    assert policy.take(lambda _: True) is None
+    assert policy.take(lambda copy: Look.STAYS if copy is a else Look.LEAVES) is b
+    assert policy.take(leaves) is None
     policy.offer(a)
-    assert policy.take(lambda _: True) is a
+    assert policy.take(leaves) is a
 
 
 @pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
@@ -56,10 +72,10 @@ def test_coldest_use_takes_nothing(make: type[Policy]) -> None:
     policy, (a, b) = make(), copies(2)
     policy.offer(b)
     policy.offer(a)
-    assert policy.coldest_use(lambda _: True) == policy.coldest_use(lambda _: True)
-    assert policy.take(lambda _: True) is not None
-    assert policy.take(lambda _: True) is not None
-    assert policy.coldest_use(lambda _: True) is None
+    assert policy.coldest_use(leaves) == policy.coldest_use(leaves)
+    assert policy.take(leaves) is not None
+    assert policy.take(leaves) is not None
+    assert policy.coldest_use(leaves) is None
 
 
 def test_lru_sees_uses_after_the_offer() -> None:
@@ -68,7 +84,26 @@ def test_lru_sees_uses_after_the_offer() -> None:
     policy.offer(a)
     policy.offer(b)
     a.last_use = 9
-    assert policy.take(lambda _: True) is b
+    assert policy.take(leaves) is b
+
+
+def test_the_coldest_is_found_over_several_events() -> None:
+    """Of 26 chunks 24 were used again since they were offered. With five looks an event nothing is
+    taken until all those are passed over; then come the two that weren't, in the order of their
+    uses, and the others in the order of theirs."""
+    policy, all_copies = LeastRecentlyUsed(), copies(26)
+    for copy in all_copies:
+        policy.offer(copy)
+    for use, copy in enumerate(reversed(all_copies[:24])):
+        copy.last_use = 100 + use
+    taken, events = [], 0
+    while len(taken) < 26:
+        events += 1
+        copy = policy.take(Looks(5))
+        if copy is not None:
+            taken.append(copy)
+    assert taken == [*all_copies[24:], *reversed(all_copies[:24])]
+    assert events == 26 + 24 // 5
 
 
 def test_fifo_does_not() -> None:
@@ -77,7 +112,7 @@ def test_fifo_does_not() -> None:
     policy.offer(a)
     policy.offer(b)
     a.last_use = 9
-    assert policy.take(lambda _: True) is a
+    assert policy.take(leaves) is a
 
 
 def test_an_incomplete_family_leaves_first() -> None:
@@ -86,7 +121,7 @@ def test_an_incomplete_family_leaves_first() -> None:
     b.full_ready = 0
     policy.offer(a)
     policy.offer(b)
-    assert policy.take(lambda _: True) is b
+    assert policy.take(leaves) is b
 
 
 def test_heap_does_not_keep_copies_that_are_gone() -> None:

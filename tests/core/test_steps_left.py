@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvstore.core import cancelling, eviction, leases, room, tree, writing
+from kvstore.core import cancelling, leases, room, tree, writing
 from kvstore.core.candidates import Candidates
 from kvstore.core.limits import Limits, TierLimits
 from kvstore.core.messages import MoveKind, MoveStatus, TierName
@@ -181,29 +181,26 @@ def test_no_store_is_refused_for_candidates_that_may_not_leave(
     assert driver.drops("host_full") == 0
 
 
-def test_an_eviction_renews_a_few_entries_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All 40 chunks were used again in another order: one eviction pops a handful of heap entries,
-    and what leaves isn't among those used last."""
-    popped = 0
-    pop = eviction.heapq.heappop
-
-    def counted(heap: list[object]) -> object:
-        nonlocal popped
-        popped += 1
-        return pop(heap)
-
+def test_nothing_used_again_leaves_while_colder_chunks_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 40 chunks the older 30 were used again. Two chunks are stored with four looks an event:
+    the stores wait for the next events until those are passed over, and the oldest of the ten that
+    weren't used leave."""
+    monkeypatch.setattr(room, "STEP_COPIES", 4)
     driver = Driver(limits(host_slots=40))
     engine = driver.engine()
     for seed in range(40):
         engine.put(engine.chain(1, seed))
-    for seed in reversed(range(40)):
+    for seed in reversed(range(30)):
         engine.peek(engine.chain(1, seed))
-    monkeypatch.setattr(eviction.heapq, "heappop", counted)
-    engine.store(engine.chain(1, 99))
-    assert popped <= 2 * (eviction.RENEW_ENTRIES + 1)
+    number = engine.store(engine.chain(2, 99))
+    assert driver.tier().evictions == 0
+    finish(driver)
     driver.run()
+    assert driver.completed(engine.workers[0], number).done == b"\1\1"
     gone = [seed for seed in range(40) if not engine.peek(engine.chain(1, seed))]
-    assert len(gone) == 1
+    assert gone == [30, 31]
 
 
 def test_a_slab_is_reclaimed_in_steps_unless_a_lease_comes_between(

@@ -14,7 +14,6 @@ from kvstore.core import (
     batches,
     cancelling,
     clearing,
-    eviction,
     leases,
     restoring,
     room,
@@ -31,7 +30,6 @@ _STEPS: tuple[tuple[object, str], ...] = (
     (restoring, "STEP_COPIES"),
     (room, "STEP_COPIES"),
     (tree, "STEP_COPIES"),
-    (eviction, "RENEW_ENTRIES"),
     (writing, "LOOKS"),
     (tree_nodes, "SPLIT_ENTRIES"),
 )
