@@ -244,7 +244,11 @@ _COMMANDS: dict[str, tuple[str, Callable[[Parser], None], Command]] = {
         _verify_arguments,
         _verify,
     ),
-    "clear": ("forget the chunks of a model, on this node", _clear_arguments, _clear),
+    "clear": (
+        "forget the chunks of a model, on this node and in Redis",
+        _clear_arguments,
+        _clear,
+    ),
     "doctor": ("check this machine and say what to do about it", _doctor_arguments, _doctor),
     "demo": ("show the same prompt with and without the cache", _demo_arguments, _demo),
 }
@@ -255,7 +259,8 @@ def _refuse_unknown(command: Parser, argument: str) -> NoReturn:
     options = [name for name in command._option_string_actions if name.startswith("--")]
     hint = suggestion(word, options) if word.startswith("--") else ""
     near = hint if hint.startswith("did you mean") else f"`{command.prog} --help` lists all"
-    command.exit(USAGE, f"{command.prog}: unknown argument {argument!r}; {near}\n")
+    shown = f"{word}=..." if word != argument else word  # what follows may be a password
+    command.exit(USAGE, f"{command.prog}: unknown argument {shown!r}; {near}\n")
 
 
 def _fail(namespace: argparse.Namespace, message: str, code: int) -> int:

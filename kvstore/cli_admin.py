@@ -14,7 +14,8 @@ import grpc
 from google.protobuf.message import Message
 
 from kvstore import report
-from kvstore.admin import SERVICE, document
+from kvstore.admin import SERVICE
+from kvstore.admin_reply import document
 from kvstore.cli_status import FAILURE, NO_DAEMON, OK
 from kvstore.config import Settings
 from kvstore.core.errors import ConfigError, KVStoreError
@@ -112,7 +113,7 @@ def stats(settings: Settings, namespace: argparse.Namespace) -> int:
 
 
 def clear(settings: Settings, namespace: argparse.Namespace) -> int:
-    """Forget the chunks of a model, a tenant, or all, on this node."""
+    """Forget the chunks of a model, a tenant, or all: on this node, and in Redis for all nodes."""
     model, tenant = namespace.model or "", namespace.tenant or ""
     if not (model or tenant or namespace.all):
         raise ConfigError("name what to clear: --model NAME, --tenant NAME, or --all")
@@ -121,25 +122,46 @@ def clear(settings: Settings, namespace: argparse.Namespace) -> int:
 
     def forget(client: AdminClient) -> int:
         figures = client.stats()
+        shared = figures["redis"]["state"] != "off"
         unknown = _unknown(model, tenant, figures)
-        if unknown and not figures["spaces_more"]:
+        if unknown and not figures["spaces_more"] and not shared:
             raise KVStoreError(unknown)
-        if not (namespace.yes or namespace.json or _confirmed(model, tenant)):
+        if not (namespace.yes or namespace.json or _confirmed(model, tenant, shared)):
             print("nothing was cleared", file=sys.stderr)
             return FAILURE
         reply = client.clear(model, tenant)
-        if unknown and not reply.namespaces:
+        if unknown and not (reply.namespaces or reply.fleet.namespaces or reply.fleet.error):
             raise KVStoreError(unknown)
-        if namespace.json:
-            print(json.dumps({"namespaces": reply.namespaces, "chunks": reply.chunks}))
-        else:
-            print(
-                f"cleared {reply.chunks} chunks in {reply.namespaces} namespaces from host memory "
-                "and NVMe of this node; other nodes keep theirs"
-            )
-        return OK
+        return _tell_cleared(reply, namespace.json)
 
     return _with_client(settings, "clear", forget)
+
+
+def _tell_cleared(reply: admin_pb2.ClearReply, as_json: bool) -> int:
+    """Say what was cleared on this node and in the fleet; a fleet that wasn't is a failure."""
+    fleet = reply.fleet if reply.HasField("fleet") else None
+    failed = fleet is not None and fleet.error
+    if as_json:
+        print(json.dumps(document(reply) | {"fleet": document(fleet) if fleet else None}))
+        return FAILURE if failed else OK
+    here = (
+        f"cleared {reply.chunks} chunks in {reply.namespaces} namespaces from host memory and NVMe"
+    )
+    if fleet is None:
+        print(f"{here} of this node; other nodes keep theirs")
+    elif failed:
+        print(f"{here} of this node")
+        print(
+            f"kvstore clear: the fleet's chunks in Redis are NOT cleared: {fleet.error}; every "
+            "node, this one included, still finds them there: clear again when Redis is up",
+            file=sys.stderr,
+        )
+    else:
+        print(
+            f"{here} of this node, and {fleet.namespaces} namespaces from Redis for all nodes; "
+            "what other nodes hold in their own host memory and NVMe they keep"
+        )
+    return FAILURE if failed else OK
 
 
 def _unknown(model: str, tenant: str, figures: report.Document) -> str:
@@ -187,10 +209,11 @@ def _watch(client: AdminClient, seconds: float, as_json: bool) -> int:
         return OK
 
 
-def _confirmed(model: str, tenant: str) -> bool:
+def _confirmed(model: str, tenant: str, shared: bool) -> bool:
     what = f"model {model}" if model else "every model"
     whose = f" of tenant {tenant}" if tenant else ""
     if sys.stdin is None or not sys.stdin.isatty():
         raise ConfigError("not confirmed, and there is no terminal to ask at; add --yes")
-    answer = input(f"Forget the chunks of {what}{whose} on this node? [y/N] ")
+    where = "on this node, and in Redis for all nodes" if shared else "on this node"
+    answer = input(f"Forget the chunks of {what}{whose} {where}? [y/N] ")
     return answer.strip().lower() in ("y", "yes")

@@ -16,7 +16,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore import config_kinds as kinds
@@ -25,7 +25,6 @@ from kvstore.core.limits import SOCKET_PATH_BYTES_MAX
 
 PREFIX = "KVSTORE_"
 CONFIG_VARIABLE = "KVSTORE_CONFIG"
-MASK = "********"
 
 _SERVICE_LINK = re.compile(
     r"KVSTORE_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
@@ -51,6 +50,12 @@ class Setting:
         """Its name on the command line."""
         return "--" + self.key.replace(".", "-").replace("_", "-")
 
+    def shown(self, text: str) -> str:
+        """A text that it was given as, without what is secret."""
+        if self.secret:
+            return kinds.MASK if text else ""
+        return self.kind.mask(text)
+
 
 SCHEMA: tuple[Setting, ...] = (
     Setting("socket", kinds.PATH, "auto", "Unix socket that engines connect to"),
@@ -67,6 +72,32 @@ SCHEMA: tuple[Setting, ...] = (
     Setting(
         "nvme.admit_after", kinds.integer(1, 255), "1", "a chunk enters NVMe at its n-th store"
     ),
+    Setting("redis.url", kinds.REDIS_URL, "off", "servers of the tier that several nodes share"),
+    Setting("redis.prefix", kinds.KEY_PREFIX, "kvstore", "how the names of its keys begin"),
+    Setting("redis.ttl", kinds.duration_or_off(10 * 365 * 86400), "7d", "values expire after this"),
+    Setting("redis.codec", kinds.choice("none", "lz4", "zstd"), "none", "how values are packed"),
+    Setting("redis.connect_timeout", kinds.duration(0.01, 60), "1s", "to connect, at most"),
+    Setting("redis.timeout", kinds.duration(0.01, 60), "2s", "for one operation, at most"),
+    Setting("redis.probe_timeout", kinds.duration(0.001, 1), "20ms", "for a lookup, at most"),
+    Setting("redis.connections", kinds.integer(1, 64), "10", "connections to one server, at most"),
+    Setting(
+        "redis.split_size",
+        kinds.bounded_size(64 << 10, 512 << 20),
+        "64MiB",
+        "values above it are stored in parts",
+    ),
+    Setting(
+        "redis.namespace_size",
+        kinds.LIMIT,
+        "0",
+        "bytes of a namespace, where the server has no maxmemory; 0: no limit",
+    ),
+    Setting("redis.backlog", kinds.integer(1, 1 << 20), "4096", "chunks that wait for their write"),
+    Setting("redis.username", kinds.TEXT, "", "ACL user, where redis.url names none"),
+    Setting("redis.password", kinds.TEXT, "", "its password, where redis.url has none", True),
+    Setting("redis.ca", kinds.FILE, "", "certificates to check a rediss:// server by"),
+    Setting("redis.cert", kinds.FILE, "", "certificate to show to a rediss:// server"),
+    Setting("redis.key", kinds.FILE, "", "the private key of redis.cert"),
     Setting("eviction", kinds.NAME, "lru", "what leaves a full tier first: lru, fifo, or a plugin"),
     Setting("lease_s", kinds.duration(0.1, 86400), "60s", "a lookup protects its hit this long"),
     Setting(
@@ -87,9 +118,10 @@ SCHEMA: tuple[Setting, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A parsed value, the text it was given as, and where that came from."""
+    """A parsed value, the text it was given as without what is secret, and where that came
+    from."""
 
-    value: object
+    value: object = field(repr=False)
     text: str
     source: str
 
@@ -99,7 +131,7 @@ class Settings:
     """Every setting by key, parsed but not yet fitted to the machine."""
 
     values: Mapping[str, Value]
-    environ: Mapping[str, str]
+    environ: Mapping[str, str] = field(repr=False)
 
     def path(self, key: str) -> Path | None:
         """A path setting; None is auto."""
@@ -185,15 +217,15 @@ def suggestion(word: str, valid: Iterable[str]) -> str:
 
 
 def parse(setting: Setting, text: str, source: str) -> Value:
-    """One value from its text. Raises ConfigError, without the text where it is a secret."""
+    """One value from its text. Raises ConfigError, without what is secret in the text."""
     try:
         value = setting.kind.parse(text)
     except ValueError as error:
-        shown = MASK if setting.secret else repr(text)
+        shown = repr(setting.shown(text))
         raise ConfigError(
             f"{setting.key}={shown} ({source}) is refused; valid: {setting.kind.valid}"
         ) from error
-    return Value(value, MASK if setting.secret else text, source)
+    return Value(value, setting.shown(text), source)
 
 
 def _config_file(flags: Mapping[str, str], environ: Mapping[str, str]) -> Path | None:
@@ -220,13 +252,14 @@ def _from_file(file: Path) -> dict[str, tuple[str, str]]:
         reason = str(error).replace("\n", " ")
         raise ConfigError(f"config file {file} can't be read: {reason}; it must be TOML") from error
     given: dict[str, tuple[str, str]] = {}
-    known = [setting.key for setting in SCHEMA]
+    known = {setting.key: setting for setting in SCHEMA}
     for key, value in _flatten(document, ""):
         if key not in known:
             raise ConfigError(f"unknown setting {key!r} in {file}; {suggestion(key, known)}")
         if not isinstance(value, str | int | float):
             raise ConfigError(
-                f"{key}={value!r} in {file} is refused; valid is one string, number or boolean"
+                f"{key}={known[key].shown(str(value))} in {file} is refused; "
+                "valid is one string, number or boolean"
             )
         text = str(value).lower() if isinstance(value, bool) else str(value)
         given[key] = (text, f"file {file}")

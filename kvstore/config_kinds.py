@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.units import format_exact_size, parse_duration, parse_share, parse_size
+
+MASK = "********"
+"""Stands for what is secret."""
+
+_HOST = r"([A-Za-z0-9._-]+|\[[0-9a-fA-F:.%]+\])(:\d+)?"
+_SERVERS = re.compile(rf"({_HOST}(,{_HOST})*)?(/[^@:\s]*)?")
+"""What follows the password in a URL of Redis: servers, then a database, a service or a path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +39,13 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of value: ``parse`` raises ValueError; ``valid`` says in words what it accepts."""
+    """One kind of value: ``parse`` raises ValueError; ``valid`` says in words what it accepts;
+    ``mask`` hides what is secret in a text, whether it parses or not."""
 
     valid: str
     parse: Callable[[str], object]
     show: Callable[[object], str] = str
+    mask: Callable[[str], str] = str
 
 
 def amount(text: str) -> Amount:
@@ -124,6 +134,10 @@ def _bytes(text: str) -> object:
     return 0 if text.strip().lower() == "off" else parse_size(text.removesuffix("/s"))
 
 
+def _limit(text: str) -> object:
+    return 0 if text.strip().lower() == "off" else parse_size(text)
+
+
 def _name(text: str) -> object:
     if not text.replace("-", "").replace("_", "").isalnum():
         raise ValueError(text)
@@ -137,6 +151,78 @@ def _bytes_above_0(text: str) -> object:
     return nbytes
 
 
+def _url(text: str) -> object:
+    """Servers of Redis. What the address means is settled where it is used."""
+    words = text.strip()
+    if words.lower() in ("", "off"):
+        return ""
+    if "://" not in words or any(character.isspace() for character in words):
+        raise ValueError("not a URL")
+    return words
+
+
+def mask_url(text: str) -> str:
+    """A URL without what may be secret: name and password, and the values of its options. Where
+    there is no telling what is what, all of it is hidden but the scheme."""
+    words = text.strip()
+    scheme, mark, rest = words.partition("://")
+    if not mark:
+        return MASK if words.lower() not in ("", "off") else words
+    place, question, options = rest.partition("?")
+    given, at, servers = place.rpartition("@")
+    if not _SERVERS.fullmatch(servers) or "@" in options:
+        return f"{scheme}://{MASK}"
+    names = "&".join(
+        f"{option.partition('=')[0]}={MASK}" for option in options.split("&") if option
+    )
+    return f"{scheme}://{f'{MASK}@' if at and given else ''}{servers}{question}{names}"
+
+
+def _text(text: str) -> object:
+    if any(ord(character) < 32 for character in text):
+        raise ValueError("control characters")
+    return text.strip()
+
+
+def _file(text: str) -> object:
+    return None if not text.strip() else _path(text)
+
+
+def _key_prefix(text: str) -> object:
+    if not re.fullmatch(r"[A-Za-z0-9._/-]{1,64}", text):
+        raise ValueError(text)
+    return text
+
+
+def bounded_size(least: int, most: int) -> Kind:
+    """A size of [least, most] bytes."""
+
+    def parse(text: str) -> object:
+        nbytes = parse_size(text)
+        if not least <= nbytes <= most:
+            raise ValueError(f"{text} is out of range")
+        return nbytes
+
+    valid = f"a size from {format_exact_size(least)} to {format_exact_size(most)}"
+    return Kind(valid, parse, show_amount)
+
+
+def duration_or_off(most_s: float) -> Kind:
+    """A duration of up to ``most_s`` seconds; off is 0."""
+
+    def parse(text: str) -> object:
+        value = 0.0 if text.strip().lower() == "off" else parse_duration(text)
+        if not 0 <= value <= most_s:
+            raise ValueError(f"{text} is out of range")
+        return value
+
+    return Kind(f"off, or a duration up to {most_s:g}s, such as 7d", parse, _show_duration_or_off)
+
+
+def _show_duration_or_off(value: object) -> str:
+    return f"{value}s" if value else "off"
+
+
 def _show_optional(value: object) -> str:
     return "auto" if value is None else str(value)
 
@@ -148,8 +234,19 @@ SHARE = Kind("auto, a size such as 64MiB, or a share such as 20%", amount, show_
 SLAB = Kind("auto or a size such as 64MiB", amount, show_amount)
 BYTES = Kind("a size such as 64MiB", _bytes_above_0, show_amount)
 RATE = Kind("bytes a second such as 200MiB/s, or 0 for no limit", _bytes, show_amount)
+LIMIT = Kind("a size such as 10GiB, or 0 for no limit", _limit, show_amount)
 NAME = Kind("a name of letters, digits, - and _", _name)
 PATH = Kind("auto or a path", _path, _show_optional)
+TEXT = Kind("text without control characters", _text)
+FILE = Kind("a file's path, or nothing", _file, lambda value: "" if value is None else str(value))
+REDIS_URL = Kind(
+    "off, or redis://, rediss://, unix://, redis+cluster:// or redis+sentinel:// and servers, "
+    "such as redis://user:password@host:6379/0",
+    _url,
+    lambda value: mask_url(str(value)) or "off",
+    mask_url,
+)
+KEY_PREFIX = Kind("1 to 64 letters, digits, '.', '_', '-' and '/'", _key_prefix)
 ADDRESS = Kind(
     "auto, unix:/path, or a loopback host:port such as 127.0.0.1:7411", _address, _show_optional
 )

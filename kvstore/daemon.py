@@ -1,22 +1,20 @@
 """Daemon: the composition root. It alone sees Config, builds every object and ties them together.
 
 Order of a start: lock the NVMe folder, reserve the arena, listen on the engines' socket; only then,
-in a thread, come the scan of the NVMe tier and the admin service (importing gRPC takes longer than
-everything before it), so an engine that connects early is served at once, with misses. Order of a
-stop: no new work, what waits for NVMe is written for at most DRAIN_S, sessions end, threads end,
-and the NVMe folder is marked as cleanly left. A second signal ends the process at once, as does a
-stop that takes longer than STOP_S.
+in threads, come the scan of the NVMe tier, Redis and the admin service (importing gRPC takes longer
+than everything before it), so an engine that connects early is served at once, with misses. Order
+of a stop: no new work, what waits for NVMe and Redis is written for at most DRAIN_S, sessions end,
+Redis is left, threads end, and the NVMe folder is marked as cleanly left. A second signal ends the
+process at once, as does a stop that takes longer than STOP_S.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import functools
 import gc
 import logging
 import os
-import resource
 import signal
 import sys
 import threading
@@ -27,19 +25,24 @@ from typing import TYPE_CHECKING
 
 from kvstore.core.errors import ConfigError, InvariantError, KVStoreError
 from kvstore.core.eviction import POLICIES, Policy
-from kvstore.core.limits import Limits, Partial, TierLimits
 from kvstore.core.messages import Event, Moved, Persist, ScanDone, Scanned, ScannedSlot, TierName
 from kvstore.core.service import Service
 from kvstore.daemon_hands import Hands, open_pages
+from kvstore.daemon_parts import (
+    describe,
+    disable_huge_pages,
+    limits_of,
+    nvme_tier,
+    raise_open_files,
+)
+from kvstore.daemon_redis import DaemonRedis
 from kvstore.mover import Mover, MoverThreads
 from kvstore.server import EngineServer
-from kvstore.sizing import Config, NvmeConfig
+from kvstore.sizing import Config
 from kvstore.tiers.base import Tier
 from kvstore.tiers.host import HostTier
-from kvstore.tiers.nvme import NvmeTier
-from kvstore.tiers.slabs import DirectIO
 from kvstore.tiers.threads import start_thread
-from kvstore.units import format_duration, format_size
+from kvstore.units import format_duration
 
 if TYPE_CHECKING:
     from kvstore.admin import AdminService
@@ -52,10 +55,6 @@ SCAN_EVENT_SLOTS = 100
 """Slots of the scan that the core takes in at a time, so that requests don't wait for thousands."""
 SAMPLE_S = 1.0
 LOOP_ANSWER_S = 2.0
-
-PR_SET_THP_DISABLE = 41
-
-_DIRECT = {"auto": DirectIO.AUTO, "on": DirectIO.REQUIRED, "off": DirectIO.OFF}
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class Daemon:
         self._bug = ""
         self._policy = policy(config.eviction)
         self.host = HostTier(config.host.slabs() + config.host.staging_slots, config.host.slab_size)
-        self.nvme = _nvme_tier(config.nvme)
+        self.nvme = nvme_tier(config.nvme)
         tiers: dict[TierName, Tier] = {} if self.nvme is None else {TierName.NVME: self.nvme}
         threads = config.threads
         self.mover = Mover(
@@ -84,7 +83,9 @@ class Daemon:
             tiers,
             report=self._moved,
             threads=MoverThreads(copy=threads.copy, read=threads.read, write=threads.write),
+            answer=self._post,
         )
+        self.redis = DaemonRedis(config.redis, self.mover, self._post)
         self.hands = Hands(self.mover)
         self.service: Service | None = None
         self.server: EngineServer | None = None
@@ -100,9 +101,9 @@ class Daemon:
         gc.disable()
         threading.excepthook = self._thread_died
         if self.config.host.huge_pages == "off":
-            _disable_huge_pages()
+            disable_huge_pages()
         os.umask(0o077)  # gRPC binds its socket before its mode can be set
-        _raise_open_files()
+        raise_open_files()
         sound = True
         try:
             self._open()
@@ -147,7 +148,7 @@ class Daemon:
         self.host.open()
         self.mover.open()
         spaces = self.nvme.load_manifest() if self.nvme is not None else ()
-        limits = _limits(self.config)
+        limits = limits_of(self.config)
         self.service = Service(limits, spaces, self._policy)
         self.server = EngineServer(
             socket_path=str(self.config.socket),
@@ -175,8 +176,10 @@ class Daemon:
         self._threads.append(start_thread(name, target))
 
     def _finish_start(self) -> None:
-        """In a thread: the admin service, then the lines that say how to connect, then samples."""
+        """In a thread: Redis, the admin service, then the lines that say how to connect, then
+        samples."""
         try:
+            self.redis.open()
             self._open_admin()
         except KVStoreError as error:
             self._fail(str(error))
@@ -273,6 +276,7 @@ class Daemon:
         self._stop.set()
         for thread in self._threads:
             thread.join()
+        self.redis.close()  # or the mover would wait for a server that doesn't answer
         self.mover.close()
         if self.server is not None:
             self.server.close()
@@ -282,30 +286,6 @@ class Daemon:
         if self.admin is not None:
             self.admin.close()
         self.host.close()
-
-
-def describe(daemon: Daemon) -> list[str]:
-    """The lines that tell a person what runs, and how to connect."""
-    config, host = daemon.config, daemon.config.host
-    lines = [
-        f"kvstore {daemon.version}, process {os.getpid()}",
-        f"host     {format_size(host.size)}: {host.slabs()} slabs of {format_size(host.slab_size)} "
-        f"and {host.staging_slots} for staging, huge pages {host.huge_pages}",
-    ]
-    if daemon.nvme is None:
-        lines.append("nvme     off")
-    else:
-        nvme = config.nvme
-        lines.append(
-            f"nvme     {format_size(nvme.size)}: {nvme.slabs()} slabs of "
-            f"{format_size(nvme.slab_size)}, {daemon.nvme.stats().mode} I/O, {nvme.path}"
-        )
-    return [
-        *lines,
-        f"engines  unix:{config.socket}",
-        f"admin    {config.admin.address}",
-        f'connect  from kvstore import Client; client = Client("unix:{config.socket}")',
-    ]
 
 
 def policy(name: str) -> Callable[[], Policy]:
@@ -321,38 +301,6 @@ def policy(name: str) -> Callable[[], Policy]:
     return loaded
 
 
-def _nvme_tier(config: NvmeConfig) -> NvmeTier | None:
-    if not config.size:
-        return None
-    return NvmeTier(
-        config.path,
-        config.slabs(),
-        config.slab_size,
-        _DIRECT[config.direct_io],
-        ahead_bytes=config.prewrite,
-    )
-
-
-def _limits(config: Config) -> Limits:
-    """The core's limits. Reads and writes are as many as their threads, so that the rest waits in
-    the core, where priorities hold: no write begins once a retrieve has come. Copies are four deep
-    for each thread, as several are reported together."""
-    nvme, threads = config.nvme, config.threads
-    return Limits(
-        host=TierLimits(config.host.slabs(), config.host.slab_size),
-        nvme=TierLimits(nvme.slabs(), nvme.slab_size) if nvme.size else None,
-        staging_slots=config.host.staging_slots,
-        lease_s=config.lease_s,
-        session_bytes_max=config.session.bytes_max,
-        partial=Partial(config.session.partial),
-        copy_depth=4 * threads.copy,
-        read_depth=threads.read,
-        write_depth=threads.write,
-        write_budget_bytes_s=nvme.write_budget,
-        admit_after=nvme.admit_after,
-    )
-
-
 def _tenant(credential: str, user: int) -> str:
     """The tenant of a peer: its user. Credentials come with a later version, and one that can't be
     checked is refused rather than ignored."""
@@ -361,23 +309,6 @@ def _tenant(credential: str, user: int) -> str:
             "credential: this daemon knows none; give none, and the tenant is the peer's user"
         )
     return f"uid:{user}"
-
-
-def _disable_huge_pages() -> None:
-    """No transparent huge pages in this process, whatever asks for them."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0):
-        _log.warning("host.huge_pages=off has no effect: %s", os.strerror(ctypes.get_errno()))
-
-
-def _raise_open_files() -> None:
-    """Each session takes two or three descriptors: allow as many as the system lets us."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (OSError, ValueError) as error:
-            _log.info("open files stay limited to %d: %s", soft, error)
 
 
 def _exit_late() -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from kvstore import machine
-from kvstore.admin import InOut, ProcessFacts, Snapshot
+from kvstore.admin_snapshot import InOut, ProcessFacts, Snapshot
 from kvstore.core.errors import KVStoreError
 from kvstore.core.messages import Clear, Cleared, Refused
 from kvstore.core.stats import CoreStats
@@ -67,6 +67,7 @@ class DaemonSource:
                 "sessions_ended": link.sessions_ended,
                 "joins_overdue": link.joins_overdue,
             },
+            redis=self._daemon.redis.figures(),
         )
 
     def clear(self, model: str | None, tenant: str | None, deadline_s: float) -> Cleared:
@@ -94,7 +95,12 @@ class DaemonSource:
             )
         }
         if daemon.nvme is not None:
-            figures["nvme"] = _in_out(daemon.nvme.stats())
+            nvme = daemon.nvme.stats()
+            ahead = f"{nvme.mode} I/O, {format_size(nvme.ahead_bytes)} written ahead"
+            figures["nvme"] = _in_out(nvme, ahead)
+        redis = daemon.redis.io()
+        if redis is not None:
+            figures["redis"] = _in_out(redis, redis.mode)
         return figures
 
     def state(self) -> str:
@@ -116,9 +122,9 @@ class DaemonSource:
         )
 
 
-def _in_out(stats: TierIOStats) -> InOut:
+def _in_out(stats: TierIOStats, mode: str) -> InOut:
     return InOut(
-        mode=f"{stats.mode} I/O, {format_size(stats.ahead_bytes)} written ahead",
+        mode=mode,
         reads=stats.reads,
         read_bytes=stats.bytes_read,
         read_busy_s=stats.read_s,

@@ -8,6 +8,9 @@ own and engines with it:
 2. the engine is started again: its own memory is gone, the daemon's isn't;
 3. the daemon is killed with SIGKILL and started again: the context comes from NVMe.
 
+With ``--redis`` two daemons instead, with folders of their own and one Redis: what an engine stored
+at the first, an engine at the second finds.
+
 Everything runs in processes of its own, because only a process that ended has forgotten. The tier
 of a step is read from the daemon's counters before and after the request.
 """
@@ -22,7 +25,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ from kvstore.demo_processes import (
     daemon_stats,
     module_command,
 )
+from kvstore.demo_redis import OWN, DemoRedis
 from kvstore.demo_render import Progress, render
 from kvstore.demo_text import QUESTIONS, shared_text
 
@@ -45,15 +49,18 @@ QUESTION_TOKENS_MAX = 64
 MIB = 1 << 20
 NEEDED = ("torch", "transformers", "safetensors")
 FIRST, ENGINE_RESTARTED, DAEMON_KILLED = "first engine", "engine restarted", "daemon killed"
+NODE_A, NODE_B = "node A", "node B"
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
     """What the demo runs: ``model`` empty is the small model, which is fetched where it isn't
-    there; ``socket`` empty is a daemon of the demo's own."""
+    there; ``socket`` empty is a daemon of the demo's own; ``redis`` is an address, demo_redis.OWN,
+    or empty: no Redis."""
 
     model: str = ""
     socket: str = ""
+    redis: str = field(default="", repr=False)
     context_tokens: int = 3072
     tokens_per_chunk: int = 128
     new_tokens: int = 24
@@ -69,6 +76,8 @@ class DemoOptions:
                 f"--context-tokens={self.context_tokens}; valid are multiples of "
                 f"--tokens-per-chunk={self.tokens_per_chunk}"
             )
+        if self.redis and self.socket:
+            raise ConfigError("--redis starts daemons of its own; leave --socket out")
         if self.new_tokens < 1:
             raise ConfigError(f"--new-tokens={self.new_tokens}; valid is 1 or more")
 
@@ -82,6 +91,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--socket", default="", help="a running daemon's socket (default: a daemon of its own)"
     )
+    parser.add_argument(
+        "--redis",
+        nargs="?",
+        const=OWN,
+        default="",
+        metavar="URL",
+        help="two daemons that share a Redis: this one, or (no URL) one of the demo's own",
+    )
     parser.add_argument("--context-tokens", type=int, default=default.context_tokens)
     parser.add_argument("--tokens-per-chunk", type=int, default=default.tokens_per_chunk)
     parser.add_argument("--new-tokens", type=int, default=default.new_tokens)
@@ -93,6 +110,7 @@ def run(namespace: argparse.Namespace) -> int:
     options = DemoOptions(
         model=namespace.model,
         socket=namespace.socket,
+        redis=namespace.redis,
         context_tokens=namespace.context_tokens,
         tokens_per_chunk=namespace.tokens_per_chunk,
         new_tokens=namespace.new_tokens,
@@ -115,7 +133,8 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"no module named {name}", name=name)
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as folder, ExitStack() as stack:
-        total = len(QUESTIONS) * (3 if options.socket else 4)
+        phases = 3 if options.socket else 4
+        total = 2 * len(QUESTIONS) + 1 if options.redis else phases * len(QUESTIONS)
         progress = Progress(sys.stderr, total)
         stack.callback(progress.close)
         return _Demo(options, Path(folder), progress).run()
@@ -143,6 +162,8 @@ class _Demo:
         if self._options.socket:
             self._run_with_running_daemon()
             last = "the daemon wasn't killed, as it isn't the demo's own"
+        elif self._options.redis:
+            last = self._run_with_redis(facts["kv_bytes_per_token"])
         else:
             last = f"NVMe: {self._run_with_own_daemon(facts['kv_bytes_per_token'])}"
         return {
@@ -154,7 +175,7 @@ class _Demo:
             "threads": facts["threads"],
             "context_tokens": self._options.context_tokens,
             "tokens_per_chunk": self._options.tokens_per_chunk,
-            "daemon_killed": not self._options.socket,
+            "daemon_killed": not (self._options.socket or self._options.redis),
         }
 
     def _small_model(self) -> str:
@@ -192,8 +213,7 @@ class _Demo:
     def _run_with_own_daemon(self, kv_bytes_per_token: int) -> str:
         """The steps with a daemon that the demo starts, kills and stops; tells where its NVMe tier
         is and how it works."""
-        prompt_bytes = kv_bytes_per_token * max(len(prompt) for prompt in self._prompts)
-        host_bytes = max(512 * MIB, 2 * prompt_bytes)
+        host_bytes = self._host_bytes(kv_bytes_per_token)
         sizes = ["--host-size", str(host_bytes), "--nvme-size", str(4 * host_bytes)]
         daemon = OwnDaemon(self._folder, sizes)
         try:
@@ -214,6 +234,33 @@ class _Demo:
         finally:
             daemon.stop()
 
+    def _host_bytes(self, kv_bytes_per_token: int) -> int:
+        prompt_bytes = kv_bytes_per_token * max(len(prompt) for prompt in self._prompts)
+        return max(512 * MIB, 2 * prompt_bytes)
+
+    def _run_with_redis(self, kv_bytes_per_token: int) -> str:
+        """The steps of two nodes that share a Redis; tells which."""
+        sizes = ["--host-size", str(self._host_bytes(kv_bytes_per_token)), "--nvme-size", "off"]
+        prefix = f"kvstore-demo-{self._folder.name.rpartition('-')[2]}"
+        with DemoRedis(self._options.redis, self._folder / "redis") as redis, ExitStack() as stack:
+            nodes = {}
+            for name, folder in ((NODE_A, "a"), (NODE_B, "b")):
+                self._progress.begin(f"starting the daemon of {name}")
+                daemon = OwnDaemon(self._folder / folder, sizes, redis.settings(prefix))
+                stack.callback(daemon.stop)
+                daemon.start()
+                daemon.await_redis()
+                nodes[name] = daemon
+            first, second = nodes[NODE_A], nodes[NODE_B]
+            with self._engine(f"unix:{first.socket}") as engine:
+                self._run_questions(engine, NODE_A, first.stats, 1)
+                self._progress.begin("waiting for the writes to Redis")
+                first.await_shared()
+            with self._engine(f"unix:{second.socket}") as engine:
+                self._run_questions(engine, NODE_B, second.stats)
+            server = second.stats()["redis"]
+            return f"Redis: {server['server']}, {server['mode']}; the daemons share nothing else"
+
     def _run_with_running_daemon(self) -> None:
         """The steps that leave a daemon alone that others may use."""
         socket = Path(self._options.socket)
@@ -222,12 +269,16 @@ class _Demo:
                 self._run_questions(engine, phase, lambda: daemon_stats(socket))
 
     def _run_questions(
-        self, engine: EngineProcess, phase: str, stats: Callable[[], Fields]
+        self,
+        engine: EngineProcess,
+        phase: str,
+        stats: Callable[[], Fields],
+        questions: int = len(QUESTIONS),
     ) -> None:
-        """Ask every question of one engine and note a step for each."""
+        """Ask the first questions of one engine and note a step for each."""
         if not engine.ask("connected", timeout_s=START_S)["connected"]:
             raise DemoError(f"{phase}: the engine isn't registered after {START_S:.0f} s")
-        for number, prompt in enumerate(self._prompts, 1):
+        for number, prompt in enumerate(self._prompts[:questions], 1):
             self._progress.begin(f"{phase}, question {number}")
             before = stats()
             made = self._generate(engine, prompt)
@@ -275,15 +326,22 @@ class _Demo:
 
 
 def _tier(reused_chunks: int, before: Fields, after: Fields) -> str:
-    """Where reused chunks came from: what the daemon read from NVMe meanwhile, the rest from host
-    memory."""
+    """Where reused chunks came from: what the daemon read from NVMe and Redis meanwhile, the rest
+    from host memory."""
     if not reused_chunks:
         return "-"
-    reads = [
-        sum(tier["io"]["reads"] for tier in stats["tiers"] if tier["name"] == "nvme")
-        for stats in (before, after)
-    ]
-    from_nvme = min(reads[1] - reads[0], reused_chunks)
-    if not from_nvme:
-        return "host"
-    return "nvme" if from_nvme == reused_chunks else f"nvme {from_nvme}/{reused_chunks}, host"
+    counts, left = [], reused_chunks
+    for name in ("nvme", "redis"):
+        count = min(_reads(after, name) - _reads(before, name), left)
+        left -= count
+        if count:
+            counts.append((name, count))
+    if left:
+        counts.append(("host", left))
+    if len(counts) == 1:
+        return counts[0][0]
+    return ", ".join(f"{name} {count}/{reused_chunks}" for name, count in counts)
+
+
+def _reads(stats: Fields, name: str) -> int:
+    return sum(tier["io"]["reads"] for tier in stats["tiers"] if tier["name"] == name)

@@ -48,18 +48,22 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 class OwnDaemon:
-    """A ``kvstore serve`` of the demo's own, with socket and folders below ``folder``."""
+    """A ``kvstore serve`` of the demo's own, with socket and folders below ``folder``;
+    ``settings`` is its configuration file."""
 
-    def __init__(self, folder: Path, sizes: Sequence[str]) -> None:
+    def __init__(self, folder: Path, sizes: Sequence[str], settings: str = "") -> None:
         self.socket = folder / "kvstore.sock"
+        self._settings = settings
         self._folder = folder
         self._sizes = sizes
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it and wait until it answers, its scan of what is on disk included."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         config = self._folder / "kvstore.toml"
-        config.touch()
+        config.touch(mode=0o600)
+        config.write_text(self._settings, encoding="utf-8")
         command = module_command(
             "kvstore.cli", "serve", "--config", str(config), "--socket", str(self.socket),
             "--admin-address", self._admin_address(),
@@ -96,20 +100,28 @@ class OwnDaemon:
         """Wait until everything that was stored is on disk."""
         self.await_stats("the daemon wrote everything to NVMe", _written, WRITES_S)
 
+    def await_shared(self) -> None:
+        """Wait until everything that was stored is in Redis."""
+        self.await_stats("the daemon wrote everything to Redis", _shared, WRITES_S)
+
+    def await_redis(self) -> None:
+        """Wait until it reaches Redis."""
+        self.await_stats("the daemon reached Redis", _reached, START_S)
+
     def await_stats(self, what: str, fits: Callable[[Fields], bool], deadline_s: float) -> None:
         """Wait for a snapshot that ``fits``; raises DemoError, with what the daemon said last,
         when it ends or none fits in time."""
         until = time.monotonic() + deadline_s
         while time.monotonic() < until:
             if self._process is None or self._process.poll() is not None:
-                raise DemoError(f"the daemon ended: {_last_line(self._log())}")
+                raise DemoError(f"the daemon ended: {last_line(self._log())}")
             try:
                 if fits(self.stats()):
                     return
             except NoDaemonError:
                 pass
             time.sleep(POLL_S)
-        raise DemoError(f"not within {deadline_s:.0f} s: {what}; {_last_line(self._log())}")
+        raise DemoError(f"not within {deadline_s:.0f} s: {what}; {last_line(self._log())}")
 
     def _admin_address(self) -> str:
         """Where it would listen by itself, whatever the user's own settings say."""
@@ -175,7 +187,7 @@ class EngineProcess:
             pipe.write(json.dumps({"op": operation, **fields}) + "\n")
             pipe.flush()
         except BrokenPipeError as error:
-            raise SessionLostError(f"the engine ended: {_last_line(self._log)}") from error
+            raise SessionLostError(f"the engine ended: {last_line(self._log)}") from error
         return self._answer()
 
     def _answer(self) -> Fields:
@@ -184,7 +196,7 @@ class EngineProcess:
         except queue.Empty as error:
             raise DemoError(f"the engine said nothing for {ENGINE_ANSWER_S:.0f} s") from error
         if not line:
-            raise SessionLostError(f"the engine ended: {_last_line(self._log)}")
+            raise SessionLostError(f"the engine ended: {last_line(self._log)}")
         answer: Fields = json.loads(line)
         if "error" in answer:
             raise DemoError(str(answer["error"]))
@@ -217,7 +229,18 @@ def _written(stats: Fields) -> bool:
     return bool(waiting == 0 and chunks.get("nvme", 0) >= chunks["host"])
 
 
-def _last_line(log: Path) -> str:
+def _reached(stats: Fields) -> bool:
+    return bool(stats["redis"]["state"] == "up")
+
+
+def _shared(stats: Fields) -> bool:
+    redis = stats["redis"]
+    chunks = next(tier["chunks"] for tier in stats["tiers"] if tier["name"] == "host")
+    there = redis["chunks_written"] + redis["chunks_present"]
+    return bool(not redis["write_backlog"] and there >= chunks)
+
+
+def last_line(log: Path) -> str:
     """The last line that a process wrote before it ended."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     lines = [line for line in text.splitlines() if line.strip()]

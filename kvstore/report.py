@@ -16,8 +16,9 @@ def render(document: Document) -> str:
     """The whole report, without a newline at its end."""
     sections = [
         _process(document["process"]),
-        _tiers(document["tiers"]),
+        _tiers(document["tiers"], document["redis"]),
         _traffic(document["traffic"]),
+        _redis(document["redis"]),
         _engines(document["engines"]),
         _spaces(document["spaces"], document["spaces_more"]),
         _counts("dropped", document["drops"]),
@@ -48,23 +49,28 @@ def _process(process: Document) -> str:
     )
 
 
-def _tiers(tiers: Sequence[Document]) -> str:
+def _tiers(tiers: Sequence[Document], redis: Document) -> str:
     head = ("tier", "slots", "bytes", "chunks", "hits", "misses", "evicted", "read", "written",
             "read/s", "written/s", "mode")  # fmt: skip
-    return table(head, [_tier_row(tier) for tier in tiers])
+    rows = []
+    for tier in tiers:
+        shared = tier["name"] == "redis"
+        rows.append(_tier_row(tier, _redis_mode(redis) if shared else tier["mode"], shared))
+    return table(head, rows)
 
 
-def _tier_row(tier: Document) -> tuple[str, ...]:
+def _tier_row(tier: Document, mode: str, shared: bool) -> tuple[str, ...]:
+    """A tier's row; a ``shared`` one's room and chunks aren't this node's to count."""
     io = tier["io"]
-    notes = [tier["mode"]] + ["scanning"] * tier["scanning"] + ["full"] * tier["full"]
+    notes = [mode] + ["scanning"] * tier["scanning"] + ["full"] * tier["full"]
     errors = io["errors"]
     if errors:
         notes.append(f"{errors} I/O errors")
     return (
         tier["name"],
-        f"{tier['slots_used']}/{tier['slots_total']}",
-        f"{format_size(tier['bytes_used'])}/{format_size(tier['bytes_total'])}",
-        str(tier["chunks"]),
+        "-" if shared else f"{tier['slots_used']}/{tier['slots_total']}",
+        "-" if shared else f"{format_size(tier['bytes_used'])}/{format_size(tier['bytes_total'])}",
+        "-" if shared else str(tier["chunks"]),
         str(tier["hits"]),
         str(tier["misses"]),
         str(tier["evictions"]),
@@ -73,6 +79,30 @@ def _tier_row(tier: Document) -> tuple[str, ...]:
         format_size(io["read_bytes_s"]),
         format_size(io["write_bytes_s"]),
         ", ".join(note for note in notes if note),
+    )
+
+
+def _redis_mode(redis: Document) -> str:
+    """Its state and, once something was written, what the codec saves."""
+    gain = f", {redis['codec']} {redis['codec_gain']:.2f}x" if redis["codec_gain"] else ""
+    return f"{redis['state']}{gain}"
+
+
+def _redis(redis: Document) -> str:
+    """The tier that nodes share, in two lines; nothing where there is none."""
+    if redis["state"] == "off":
+        return ""
+    waits = ""
+    if redis["connection_waits"]:
+        average = format_duration(redis["connection_wait_s"] / redis["connection_waits"])
+        waits = f"  waits for a connection {redis['connection_waits']}, {average} each"
+    return (
+        f"redis {redis['state']}  {redis['server'] or 'server unknown'}, {redis['mode']}, "
+        f"nodes {redis['nodes']}, breaker opened {redis['breaker_openings']} times{waits}\n"
+        f"lookups probed {redis['probes']}, {redis['probes_failed']} failed, "
+        f"{redis['lookups_timed_out']} timed out  parts written {redis['chunks_written']}, "
+        f"there already {redis['chunks_present']}, waiting {redis['write_backlog']}  "
+        f"split {redis['splits']}, evicted {redis['evicted']}"
     )
 
 

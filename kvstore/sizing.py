@@ -16,6 +16,7 @@ from pathlib import Path
 from kvstore.config import Settings
 from kvstore.core.errors import ConfigError
 from kvstore.machine import ROOT, DiskFacts, MemoryFacts, disk_facts, folder_bytes, memory_facts
+from kvstore.sizing_redis import RedisConfig, fit_redis
 from kvstore.tiers import manifest
 from kvstore.tiers.slab_files import slab_files
 from kvstore.units import format_exact_size, format_size
@@ -112,6 +113,7 @@ class Config:
     admin: AdminConfig
     host: HostConfig
     nvme: NvmeConfig
+    redis: RedisConfig
     eviction: str
     lease_s: float
     session: SessionConfig
@@ -131,7 +133,8 @@ class Machine:
 
 def fit(settings: Settings, machine: Machine) -> Config:
     """The Config of these settings on this machine. Raises ConfigError where they don't fit."""
-    host = _fit_host(settings, machine.memory)
+    redis = fit_redis(settings)
+    host = _fit_host(settings, machine.memory, redis)
     nvme = _fit_nvme(settings, machine, host.slab_size)
     _check_memory(settings, machine, host, nvme)
     return Config(
@@ -139,6 +142,7 @@ def fit(settings: Settings, machine: Machine) -> Config:
         admin=AdminConfig(settings.admin_address()),
         host=host,
         nvme=nvme,
+        redis=redis,
         eviction=settings.text("eviction"),
         lease_s=settings.seconds("lease_s"),
         session=SessionConfig(
@@ -194,13 +198,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _fit_host(settings: Settings, memory: MemoryFacts) -> HostConfig:
+def _fit_host(settings: Settings, memory: MemoryFacts, redis: RedisConfig) -> HostConfig:
     given = settings.amount("host.size")
     automatic = _clamp(int(HOST_SHARE * memory.limit_bytes), HOST_MIN, HOST_MAX)
     size = given.resolve(memory.limit_bytes, automatic)
     slab = _host_slab(settings, size)
     size -= size % slab
-    staging = 4 if size // slab >= 32 else 2
+    staging = _staging_slots(size // slab, bool(redis.url))
     if size // slab < staging + 1:
         raise ConfigError(
             f"{settings.given('host.size')} is too small: it holds {size // slab} slabs of "
@@ -208,6 +212,13 @@ def _fit_host(settings: Settings, memory: MemoryFacts) -> HostConfig:
             f"set host.size to at least {format_exact_size(slab * (staging + 1))}"
         )
     return HostConfig(size, slab, settings.text("host.huge_pages"), staging)
+
+
+def _staging_slots(slabs: int, redis: bool) -> int:
+    """Slabs of the host that receive reads when no slot of it can: a few for NVMe, half as many
+    more beside Redis, so that reads of both are under way however full the host is."""
+    nvme = 4 if slabs >= 32 else 2
+    return nvme + (nvme // 2 if redis else 0)
 
 
 def _host_slab(settings: Settings, size: int) -> int:

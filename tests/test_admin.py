@@ -15,7 +15,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvstore.admin import SERVICE, AdminService, InOut, ProcessFacts, Snapshot
+from kvstore.admin import SERVICE, AdminService
+from kvstore.admin_snapshot import InOut, ProcessFacts, Snapshot
 from kvstore.cli import main
 from kvstore.cli_admin import AdminClient, NoDaemonError
 from kvstore.core.errors import KVStoreError, TierUnavailableError

@@ -11,7 +11,8 @@ import pytest
 
 from kvstore import config_kinds as kinds
 from kvstore.cli_serve import flatten, print_config
-from kvstore.config import MASK, SCHEMA, Setting, load, parse, suggestion
+from kvstore.config import SCHEMA, Setting, load, parse, suggestion
+from kvstore.config_kinds import MASK
 from kvstore.core.errors import ConfigError
 from kvstore.sizing import fit
 from tests.test_sizing import machine
@@ -30,6 +31,22 @@ SAMPLES = {
     "nvme.prewrite": "512MiB",
     "nvme.write_budget": "200MiB",
     "nvme.admit_after": "2",
+    "redis.url": "redis://host:6380/1",
+    "redis.prefix": "fleet",
+    "redis.ttl": "1h",
+    "redis.codec": "lz4",
+    "redis.connect_timeout": "500ms",
+    "redis.timeout": "5s",
+    "redis.probe_timeout": "10ms",
+    "redis.connections": "4",
+    "redis.split_size": "32MiB",
+    "redis.namespace_size": "10GiB",
+    "redis.backlog": "128",
+    "redis.username": "kv",
+    "redis.password": "hush",
+    "redis.ca": "/etc/ca.pem",
+    "redis.cert": "/etc/cert.pem",
+    "redis.key": "/etc/key.pem",
     "eviction": "fifo",
     "lease_s": "5min",
     "session.bytes_max": "1GiB",

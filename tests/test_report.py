@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kvstore.admin import InOut, ProcessFacts, Rates, Snapshot, document, stats_reply
+from kvstore.admin_reply import document, stats_reply
+from kvstore.admin_snapshot import InOut, ProcessFacts, Rates, Snapshot
 from kvstore.core.stats import CoreStats, EngineStats, LatencySummary, SpaceStats, TierStats
 from kvstore.proto_gen import admin_pb2
 from kvstore.report import render, table

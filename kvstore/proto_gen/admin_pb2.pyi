@@ -11,7 +11,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("process", "tiers", "traffic", "engines", "spaces", "drops", "link", "spaces_more")
+    __slots__ = ("process", "tiers", "traffic", "engines", "spaces", "drops", "link", "spaces_more", "redis")
     class DropsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class StatsReply(_message.Message):
     DROPS_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
     SPACES_MORE_FIELD_NUMBER: _ClassVar[int]
+    REDIS_FIELD_NUMBER: _ClassVar[int]
     process: Process
     tiers: _containers.RepeatedCompositeFieldContainer[Tier]
     traffic: Traffic
@@ -35,7 +36,8 @@ class StatsReply(_message.Message):
     drops: _containers.ScalarMap[str, int]
     link: Link
     spaces_more: int
-    def __init__(self, process: _Optional[_Union[Process, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[Space, _Mapping]]] = ..., drops: _Optional[_Mapping[str, int]] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., spaces_more: _Optional[int] = ...) -> None: ...
+    redis: Redis
+    def __init__(self, process: _Optional[_Union[Process, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[Space, _Mapping]]] = ..., drops: _Optional[_Mapping[str, int]] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., spaces_more: _Optional[int] = ..., redis: _Optional[_Union[Redis, _Mapping]] = ...) -> None: ...
 
 class Process(_message.Message):
     __slots__ = ("version", "pid", "uptime_s", "resident_bytes", "open_files", "threads", "socket", "admin", "state")
@@ -90,6 +92,54 @@ class Tier(_message.Message):
     mode: str
     io: InOut
     def __init__(self, name: _Optional[str] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., bytes_used: _Optional[int] = ..., bytes_total: _Optional[int] = ..., chunks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., pinned: _Optional[int] = ..., scanning: bool = ..., full: bool = ..., mode: _Optional[str] = ..., io: _Optional[_Union[InOut, _Mapping]] = ...) -> None: ...
+
+class Redis(_message.Message):
+    __slots__ = ("state", "server", "mode", "nodes", "codec", "raw_bytes", "stored_bytes", "codec_gain", "breaker_openings", "connection_waits", "connection_wait_s", "splits", "evicted", "probes", "probes_failed", "probes_late", "lookups_waiting", "lookups_timed_out", "lookups_remembered", "write_backlog", "chunks_written", "chunks_present")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CODEC_GAIN_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_OPENINGS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTION_WAITS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTION_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    SPLITS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    PROBES_FIELD_NUMBER: _ClassVar[int]
+    PROBES_FAILED_FIELD_NUMBER: _ClassVar[int]
+    PROBES_LATE_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_TIMED_OUT_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_REMEMBERED_FIELD_NUMBER: _ClassVar[int]
+    WRITE_BACKLOG_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_PRESENT_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    server: str
+    mode: str
+    nodes: int
+    codec: str
+    raw_bytes: int
+    stored_bytes: int
+    codec_gain: float
+    breaker_openings: int
+    connection_waits: int
+    connection_wait_s: float
+    splits: int
+    evicted: int
+    probes: int
+    probes_failed: int
+    probes_late: int
+    lookups_waiting: int
+    lookups_timed_out: int
+    lookups_remembered: int
+    write_backlog: int
+    chunks_written: int
+    chunks_present: int
+    def __init__(self, state: _Optional[str] = ..., server: _Optional[str] = ..., mode: _Optional[str] = ..., nodes: _Optional[int] = ..., codec: _Optional[str] = ..., raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., codec_gain: _Optional[float] = ..., breaker_openings: _Optional[int] = ..., connection_waits: _Optional[int] = ..., connection_wait_s: _Optional[float] = ..., splits: _Optional[int] = ..., evicted: _Optional[int] = ..., probes: _Optional[int] = ..., probes_failed: _Optional[int] = ..., probes_late: _Optional[int] = ..., lookups_waiting: _Optional[int] = ..., lookups_timed_out: _Optional[int] = ..., lookups_remembered: _Optional[int] = ..., write_backlog: _Optional[int] = ..., chunks_written: _Optional[int] = ..., chunks_present: _Optional[int] = ...) -> None: ...
 
 class InOut(_message.Message):
     __slots__ = ("reads", "read_bytes", "read_bytes_s", "read_busy_s", "writes", "write_bytes", "write_bytes_s", "write_busy_s", "erases", "errors")
@@ -229,9 +279,19 @@ class ClearRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class ClearReply(_message.Message):
-    __slots__ = ("namespaces", "chunks")
+    __slots__ = ("namespaces", "chunks", "fleet")
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    FLEET_FIELD_NUMBER: _ClassVar[int]
     namespaces: int
     chunks: int
-    def __init__(self, namespaces: _Optional[int] = ..., chunks: _Optional[int] = ...) -> None: ...
+    fleet: Fleet
+    def __init__(self, namespaces: _Optional[int] = ..., chunks: _Optional[int] = ..., fleet: _Optional[_Union[Fleet, _Mapping]] = ...) -> None: ...
+
+class Fleet(_message.Message):
+    __slots__ = ("namespaces", "error")
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    namespaces: int
+    error: str
+    def __init__(self, namespaces: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
