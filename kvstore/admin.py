@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import stat
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -64,7 +65,7 @@ class AdminService:
             ) from error
         if self.address.startswith("unix:"):
             os.chmod(self.address.removeprefix("unix:"), 0o600)
-        self.sample(0.0)
+        self.sample(time.monotonic())
         server.start()
         self._server = server
 

@@ -100,8 +100,9 @@ def _redis(redis: Document) -> str:
         f"redis {redis['state']}  {redis['server'] or 'server unknown'}, {redis['mode']}, "
         f"nodes {redis['nodes']}, breaker opened {redis['breaker_openings']} times{waits}\n"
         f"lookups probed {redis['probes']}, {redis['probes_failed']} failed, "
-        f"{redis['lookups_timed_out']} timed out  parts written {redis['chunks_written']}, "
-        f"there already {redis['chunks_present']}, waiting {redis['write_backlog']}  "
+        f"{redis['lookups_timed_out']} timed out, {redis['lookups_remembered']} remembered  "
+        f"parts written {redis['chunks_written']}, there already {redis['chunks_present']}, "
+        f"waiting {redis['write_backlog']}  "
         f"split {redis['splits']}, evicted {redis['evicted']}"
     )
 

@@ -14,6 +14,7 @@ from kvstore import (
     Client,
     LayerGroup,
     Layout,
+    LookupResult,
     Namespace,
     Shard,
     TensorSpan,
@@ -22,6 +23,7 @@ from kvstore import (
     create_host_memory,
 )
 from kvstore.client_link import Ready
+from kvstore.core.messages import HitStatus
 
 TOKENS_PER_BLOCK = 4
 TOKENS_PER_CHUNK = 16
@@ -144,9 +146,27 @@ class SmallEngine:
 
     def hits(self, keys: ChunkKeys) -> int:
         """Leading chunks that a lookup finds; its lease is given back at once."""
-        found = self.worker.lookup("lookup", keys)
+        found = self.lookup("lookup", keys)
         self.worker.release("lookup")
         return found.chunks
+
+    def lookup(self, request: str, keys: ChunkKeys) -> LookupResult:
+        """A lookup that is repeated while it is pending, as an engine's scheduler does."""
+        until_s = time.monotonic() + WAIT_S
+        found = self.worker.lookup(request, keys)
+        while found.status is HitStatus.PENDING:
+            assert time.monotonic() < until_s, "no answer follows"
+            time.sleep(0.0005)
+            found = self.worker.lookup(request, keys)
+        return found
+
+    def load(self, keys: ChunkKeys, first: int = 0) -> int:
+        """Look up, retrieve the hit under the same request, release: how many leading chunks of
+        the prompt are there now."""
+        found = self.lookup(f"retrieve-{first}", keys)
+        done = self.retrieve(keys[: found.chunks], first).leading_chunks if found.chunks else 0
+        self.worker.release(f"retrieve-{first}")
+        return done
 
     def blocks(self, keys: ChunkKeys, first: int = 0) -> dict[str, list[int]]:
         """The blocks of a prompt that lies from this chunk on."""

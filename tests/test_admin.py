@@ -6,6 +6,7 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvstore.admin import SERVICE, AdminService
-from kvstore.admin_snapshot import InOut, ProcessFacts, Snapshot
+from kvstore.admin_snapshot import InOut, ProcessFacts, Rates, Snapshot
 from kvstore.cli import main
 from kvstore.cli_admin import AdminClient, NoDaemonError
 from kvstore.core.errors import KVStoreError, TierUnavailableError
 from kvstore.core.messages import Cleared
-from kvstore.core.stats import CoreStats, LatencySummary, SpaceStats
+from kvstore.core.stats import CoreStats, LatencySummary, SpaceStats, TierStats
 from kvstore.report import render
 from tests.conftest import RunningDaemon, StartDaemon
 from tests.small_engine import SmallEngine, tokens
@@ -38,6 +39,7 @@ class ScriptedSource:
         self.refusal = ""
         self.core = NOTHING
         self.namespaces = 1
+        self.figures: Mapping[str, InOut] = {}
         self.free = threading.Event()
         self.free.set()
         self.deadlines_s: list[float] = []
@@ -58,7 +60,7 @@ class ScriptedSource:
         return Cleared(namespaces=self.namespaces, chunks=7)
 
     def io(self) -> Mapping[str, InOut]:
-        return {}
+        return self.figures
 
     def state(self) -> str:
         return self.problem or "ok"
@@ -215,6 +217,21 @@ def test_clear_of_an_unknown_tenant_names_the_known_ones(
     assert "--tenant='nosuch' is not known here; known tenants: uid:0" in line
     assert main([*arguments, "uid:0"]) == 0
     assert source.cleared == [(None, "uid:0")]
+
+
+def test_rates_count_from_the_start(service: AdminService, source: ScriptedSource) -> None:
+    """The first sample is of the same clock as the others: a megabyte in the first second is a
+    megabyte a second, also on a machine that has been up for days."""
+    tier = TierStats("host", 0, 0, 0, 0, 0, 0, 0, 0, 0, False, False)
+    source.core = replace(NOTHING, tiers=(tier,))
+    service.close()
+    service._rates = Rates()
+    source.figures = {"host": InOut()}
+    service.open()
+    source.figures = {"host": InOut(read_bytes=1 << 20)}
+    service.sample(time.monotonic() + 1.0)
+    with AdminClient(service.address) as client:
+        assert client.stats()["tiers"][0]["io"]["read_bytes_s"] > 1000
 
 
 def test_daemon_that_does_not_answer_is_told_from_none(

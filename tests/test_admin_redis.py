@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -90,9 +90,6 @@ class SharingSource(ScriptedSource):
     def clear(self, model: str | None, tenant: str | None, deadline_s: float) -> Cleared:
         super().clear(model, tenant, deadline_s)
         return self.outcome
-
-    def io(self) -> Mapping[str, InOut]:
-        return {}
 
 
 @pytest.fixture
