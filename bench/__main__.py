@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import cold, copies, directory, loaded, lookup, nvme
+from bench import codecs, cold, copies, directory, loaded, lookup, nvme
 from bench.facts import Watch, describe, facts
 from bench.harness import Bench, Question, Row, Size, heading
 
@@ -24,6 +24,7 @@ QUESTIONS: tuple[Question, ...] = (
     nvme.QUESTION,
     directory.QUESTION,
     cold.QUESTION,
+    codecs.QUESTION,
 )
 NOT_MET = 1
 

@@ -149,7 +149,7 @@ def _stats_arguments(parser: Parser) -> None:
 
 
 def _clear_arguments(parser: Parser) -> None:
-    parser.add_argument("--model", help="a model's path or alias, as `kvstore stats` shows it")
+    parser.add_argument("--model", help="a model's name or alias, as `kvstore stats` shows it")
     parser.add_argument("--tenant", help="only this tenant's chunks")
     parser.add_argument("--all", action="store_true", help="the chunks of every model")
     parser.add_argument("--yes", action="store_true", help="don't ask")

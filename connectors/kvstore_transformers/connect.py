@@ -13,11 +13,12 @@ from kvstore_transformers.model import CausalModel
 
 
 def namespace_of(model: CausalModel) -> Namespace:
-    """Whose KV it is: model and weights digest, effective configuration, and the format, which
-    names engine, order inside a block (tokens, heads, dimension) and element type."""
+    """Whose KV it is: the weights' digest, effective configuration, and the format, which names
+    engine, order inside a block (tokens, heads, dimension) and element type. Where the model's
+    files lie is no part of it, so that nodes and folders share; people see the folder's name."""
     dtype = str(model.weights.dtype).removeprefix("torch.")
     return Namespace(
-        model=model.name,
+        model=model.revision,
         revision=model.revision,
         format=f"transformers-cpu/NHD/{dtype}",
         config=model.spec.config_digest(),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from kvstore_transformers.engine import Engine, EngineOptions, Generation
+from kvstore_transformers.loading import load_model
 from kvstore_transformers.model import CausalModel
 
 from kvstore.demo_processes import OwnDaemon
@@ -88,6 +90,18 @@ def test_next_turn_reuses_decoded_tokens(
     made = start_engine(daemon, model, OPTIONS).generate(turn, NEW)
     assert made.reused_tokens == 3 * CHUNK
     assert made.tokens == cold(model, turn).tokens
+
+
+def test_the_same_weights_in_another_folder_hit(
+    daemon: OwnDaemon, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    """Two nodes, or two folders of one: the KV is the weights', wherever their files lie."""
+    prompt = tiny.random_tokens(4 * CHUNK, seed=79)
+    for folder, reused in (("here", 0), ("there", 3 * CHUNK)):
+        model = load_model(str(tiny.save(tmp_path / folder)))
+        engine = start_engine(daemon, model, OPTIONS)
+        assert engine.generate(prompt, NEW).reused_tokens == reused
+        check_sound(engine)
 
 
 def test_other_weights_or_types_never_hit(
