@@ -167,6 +167,12 @@ def _verify_arguments(parser: Parser) -> None:
 
 def _doctor_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document")
+    parser.add_argument(
+        "--redis",
+        metavar="URL",
+        help="check these Redis or Valkey servers instead of this machine: each writes, reads and "
+        "deletes one value; 1: one can't be used, or refuses a chunk",
+    )
     _add_settings(parser)
 
 
@@ -202,6 +208,8 @@ def _verify(namespace: argparse.Namespace) -> int:
 def _doctor(namespace: argparse.Namespace) -> int:
     from kvstore import doctor
 
+    if namespace.redis is not None:
+        setattr(namespace, "setting:redis.url", namespace.redis)
     return doctor.run(settings_of(namespace), namespace)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import json
 import mmap
 import os
 import platform
@@ -17,16 +16,15 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvstore import sizing
-from kvstore.cli_status import FAILURE, OK
 from kvstore.config import Settings
 from kvstore.core.errors import KVStoreError
+from kvstore.doctor_findings import Finding, Status, show
 from kvstore.machine import disk_facts, memory_facts, nearest_existing
+from kvstore.sizing_redis import fit_redis, redis_settings
 from kvstore.units import format_size
 
 PYTHON_MIN = 0x030B0000
@@ -37,45 +35,29 @@ PAGE_BYTES = 4096
 EXTRAS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("transformers", ("torch", "transformers", "safetensors")),
     ("vllm", ("vllm",)),
+    ("redis", ("redis", "hiredis")),
 )
 REQUIRED = ("numpy", "protobuf", "grpcio", "grpcio-health-checking", "grpcio-reflection", "xxhash")
-
-
-class Status(Enum):
-    """How a check ended."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-    SKIP = "skip"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line: what was checked, how it stands, and what to do (empty where there is nothing)."""
-
-    name: str
-    status: Status
-    detail: str
-    advice: str = ""
 
 
 Check = Callable[[Settings], Finding]
 
 
 def run(settings: Settings, namespace: argparse.Namespace) -> int:
-    """Run every check and print it; 1 if one failed."""
+    """Run every check and print it; 1 if one failed. With ``--redis`` the servers' alone."""
+    if namespace.redis is not None:
+        return show(_redis(settings), namespace.json)
     findings = [_checked(check, settings) for check in CHECKS]
-    failed = any(finding.status is Status.FAIL for finding in findings)
-    if namespace.json:
-        lines = [asdict(finding) | {"status": finding.status.value} for finding in findings]
-        print(json.dumps({"ok": not failed, "checks": lines}))
-    else:
-        width = max(len(finding.name) for finding in findings)
-        for finding in findings:
-            advice = f"; {finding.advice}" if finding.advice else ""
-            print(f"{finding.status.value:<4}  {finding.name:<{width}}  {finding.detail}{advice}")
-    return FAILURE if failed else OK
+    if settings.text("redis.url"):
+        findings += _redis(settings)
+    return show(findings, namespace.json)
+
+
+def _redis(settings: Settings) -> list[Finding]:
+    from kvstore import doctor_redis
+
+    redis = fit_redis(settings)
+    return doctor_redis.examine(redis_settings(redis), redis.probe_timeout)
 
 
 def _checked(check: Check, settings: Settings) -> Finding:

@@ -161,6 +161,12 @@ class Server:
             client.response_callbacks.clear()
             return client.execute_command(*words)
 
+    def run_as(self, user: str, password: str, *words: str | bytes | int) -> Any:
+        """One command's reply to a user of a guarded server."""
+        with self.connection(username=user, password=password) as client:
+            client.response_callbacks.clear()
+            return client.execute_command(*words)
+
     def info(self, section: str) -> dict[str, Any]:
         """``INFO section``."""
         with self.connection() as client:
@@ -212,12 +218,16 @@ def guarded(folder: Path, rules: str = "~* &* +@all", **options: str) -> Server:
     """A server that wants the user ``kv`` and PASSWORD; everybody else may do nothing. ``rules``
     are the user's, as ACL SETUSER takes them."""
     server = standalone(folder, **options)
-    server.options["user"] = [f"{USER} on >{PASSWORD} {rules}", "default off", ADMIN_RULE]
+    server.options["user"] = [
+        f"{USER} on >{PASSWORD} {rules}",
+        "default off",
+        "admin on >admin ~* &* +@all",
+    ]
     return server
 
 
-ADMIN_RULE = "admin on >admin ~* &* +@all"
-"""The test's own user of a guarded server."""
+ADMIN = ("admin", "admin")
+"""The test's own user of a guarded server, and the password."""
 
 
 def guarded_url(server: Server, user: str = USER, password: str = PASSWORD) -> str:

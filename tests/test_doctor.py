@@ -10,7 +10,8 @@ import pytest
 
 from kvstore import doctor
 from kvstore.config import Settings, load
-from kvstore.doctor import CHECKS, Status
+from kvstore.doctor import CHECKS
+from kvstore.doctor_findings import Status
 from tests.conftest import RunningDaemon, private_environment, run_kvstore
 
 
