@@ -114,6 +114,6 @@ def test_a_check_that_fails_itself_is_a_finding(
         raise PermissionError(13, "Permission denied", "/odd")
 
     monkeypatch.setattr(doctor, "CHECKS", (odd_check,))
-    assert doctor.run(settings(tmp_path), argparse.Namespace(json=False)) == 1
+    assert doctor.run(settings(tmp_path), argparse.Namespace(json=False, redis=None)) == 1
     line = " ".join(capsys.readouterr().out.split())
     assert line == "fail odd check Permission denied: /odd"
