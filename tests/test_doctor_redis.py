@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,8 +36,8 @@ SLOW = ("redis latency", "redis chunk")
 
 
 def look(url: str, **settings: object) -> dict[str, Finding]:
-    known = {"operation_timeout_s": 30.0, "connect_timeout_s": 30.0} | settings
-    return {f.name: f for f in examine(RedisSettings(url, **known), 0.020)}  # type: ignore[arg-type]
+    known: dict[str, Any] = {"operation_timeout_s": 30.0, "connect_timeout_s": 30.0}
+    return {f.name: f for f in examine(RedisSettings(url, **(known | settings)), 0.020)}
 
 
 def told(findings: dict[str, Finding], but: tuple[str, ...] = SLOW) -> dict[str, Status]:
