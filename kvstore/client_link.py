@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from kvstore.client_channel import STEP_MAX_S, Channel
@@ -22,6 +23,7 @@ from kvstore.client_joining import Join, check_engine
 from kvstore.client_tickets import Ticket
 from kvstore.client_waiters import Answer, Until, Waiter
 from kvstore.core.errors import CapacityError, KVStoreError, ProtocolError
+from kvstore.core.guard import guarded
 from kvstore.core.messages import HitStatus
 from kvstore.proto_gen import engine_pb2 as pb
 from kvstore.wire import hello, hello_mismatch
@@ -167,11 +169,7 @@ class Link:
     def send_ready(self) -> bool:
         """Send the held transfers that are ready by now; tells whether any is held still."""
         for held in tuple(self._held):
-            try:
-                ready = held.ready.query()
-            except Exception as error:  # noqa: BLE001
-                held.ticket.settle(b"", False, f"the ready event failed: {error}")
-                ready = True
+            ready = guarded(held.ready.query, partial(_not_ready, held.ticket))
             if ready or held.ticket.settled:
                 with self.channel.condition, suppress(ValueError):
                     self._held.remove(held)
@@ -390,3 +388,9 @@ class Link:
         self._tickets.clear()
         self._held.clear()
         self.pending.clear()
+
+
+def _not_ready(ticket: Ticket, error: Exception) -> bool:
+    """An engine's event that fails will never come: nothing waits for it."""
+    ticket.settle(b"", False, f"the ready event failed: {error}")
+    return True

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from kvstore.core.errors import (
     CapacityError,
     ChunkCorruptError,
-    InvariantError,
     KVStoreError,
     LayoutMismatchError,
     SessionLostError,
     TierUnavailableError,
 )
+from kvstore.core.guard import guarded
 from kvstore.core.messages import (
     Move,
     Moved,
@@ -184,15 +184,16 @@ class Mover:
     def _carry_out(self, move: Move) -> MoveStatus:
         """How a Move ended: the outer boundary of everything below.
 
-        The mover's broad ``except`` is here: whatever goes wrong, the thread lives on and the core
-        learns that the Move has ended, or its slots and the engine's blocks would be lost.
+        Whatever goes wrong, the thread lives on and the core learns that the Move has ended, or
+        its slots and the engine's blocks would be lost.
         """
-        try:
-            return self._attempt(move)
-        except Exception:  # noqa: BLE001
-            self._unexpected += 1
-            _log.exception("mover: %s of session %s failed", move.kind.value, move.session)
-            return MoveStatus.FAILED
+        return guarded(lambda: self._attempt(move), lambda error: self._failed(move, error))
+
+    def _failed(self, move: Move, error: Exception) -> MoveStatus:
+        """An error that nobody expected."""
+        self._unexpected += 1
+        _log.error("mover: %s of session %s failed", move.kind.value, move.session, exc_info=error)
+        return MoveStatus.FAILED
 
     def _tell(self, ended: Sequence[tuple[Move, MoveStatus]]) -> None:
         for move, _ in ended:
@@ -214,8 +215,6 @@ class Mover:
             return _failed(move, MoveStatus.CORRUPT, error)
         except CapacityError as error:
             return _failed(move, MoveStatus.NO_SPACE, error)
-        except InvariantError:
-            raise
         except (KVStoreError, OSError) as error:
             return _failed(move, MoveStatus.FAILED, error)
         return MoveStatus.OK

@@ -12,12 +12,14 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.errors import KVStoreError
+from kvstore.core.guard import guarded
 from kvstore.core.messages import ChunkHeader, Place
 from kvstore.core.remote_messages import (
     Probe,
@@ -106,7 +108,7 @@ class RemoteAsks:
             if self._tier is not None:
                 (self._probes if isinstance(effect, Probe) else self._errands).put(effect)
                 return
-        self._refuse(effect, NOT_OPEN)
+        self._tell(_refusal(effect, NOT_OPEN))
 
     def stats(self) -> AskStats:
         """A snapshot."""
@@ -122,32 +124,34 @@ class RemoteAsks:
             self._carry_out(effect)
 
     def _carry_out(self, effect: RemoteEffect) -> None:
-        """The outer boundary of everything below: the broad ``except`` is here, so that the thread
-        lives on and the core has its answer."""
+        """The outer boundary of everything below: the thread lives on and the core has its
+        answer."""
         tier = self._tier
         if tier is None:
-            self._refuse(effect, NOT_OPEN)
+            self._tell(_refusal(effect, NOT_OPEN))
             return
-        try:
-            answer = _asked(tier, effect)
-        except KVStoreError as error:
-            self._refuse(effect, str(error) or type(error).__name__)
-            return
-        except Exception as error:  # noqa: BLE001
-            self._unexpected += 1
-            _log.exception("redis: %s failed", type(effect).__name__)
-            self._refuse(effect, f"an unexpected {type(error).__name__}")
-            return
+        self._tell(guarded(partial(_asked, tier, effect), partial(self._failed, effect)))
+
+    def _failed(self, effect: RemoteEffect, error: Exception) -> Probed | RemoteCleared | None:
+        """An error is told by its text where it is one of ours, else only by its kind."""
+        if isinstance(error, KVStoreError):
+            return _refusal(effect, str(error) or type(error).__name__)
+        self._unexpected += 1
+        _log.error("redis: %s failed", type(effect).__name__, exc_info=error)
+        return _refusal(effect, f"an unexpected {type(error).__name__}")
+
+    def _tell(self, answer: Probed | RemoteCleared | None) -> None:
         if answer is not None:
             self._answer(answer)
 
-    def _refuse(self, effect: RemoteEffect, reason: str) -> None:
-        if isinstance(effect, Probe):
-            self._answer(Probed(effect.id, 0, (), reason))
-        elif isinstance(effect, RemoteClear):
-            self._answer(RemoteCleared(effect.number, 0, reason))
-        else:
-            _log.info("redis: a namespace isn't entered, so a clear by model misses it: %s", reason)
+
+def _refusal(effect: RemoteEffect, reason: str) -> Probed | RemoteCleared | None:
+    if isinstance(effect, Probe):
+        return Probed(effect.id, 0, (), reason)
+    if isinstance(effect, RemoteClear):
+        return RemoteCleared(effect.number, 0, reason)
+    _log.info("redis: a namespace isn't entered, so a clear by model misses it: %s", reason)
+    return None
 
 
 def _asked(tier: RemoteTier, effect: RemoteEffect) -> Probed | RemoteCleared | None:

@@ -20,9 +20,10 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from kvstore.core.errors import InvariantError, SessionLostError
+from kvstore.core.guard import guarded
 from kvstore.core.messages import (
     ADMIN,
     Body,
@@ -120,7 +121,7 @@ class EngineServer:
         self._tick_at_s = 0.0
         self._accepts = True
         self._drain_s: float | None = None
-        self._failure: BaseException | None = None
+        self._failure: InvariantError | None = None
 
     async def run(self, on_ready: Callable[[], None]) -> None:
         """Listen and serve until ``stop``; ``on_ready`` is called once engines can connect.
@@ -213,17 +214,18 @@ class EngineServer:
         if self._failure is not None or self._loop is None:
             return
         now_s = time.monotonic()
-        try:
-            for effect in self._service.handle(event, now_s):
-                self._carry_out(effect)
-        except Exception as error:
-            # The core was left in the middle of an event: nothing it holds is known to be right.
-            bug = _as_bug(error)
-            self._fail(bug)
-            raise bug from error
+        guarded(lambda: self._step(event, now_s), self._broke)
         wanted_s = now_s + self._service.next_tick_s(now_s)
         if wanted_s < self._tick_at_s - 1e-3:
             self._arm(wanted_s)
+
+    def _step(self, event: Event, now_s: float) -> None:
+        for effect in self._service.handle(event, now_s):
+            self._carry_out(effect)
+
+    def _broke(self, error: Exception) -> NoReturn:
+        """The core was left in the middle of an event: nothing it holds is known to be right."""
+        raise self._fail(error) from error
 
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, Reply):
@@ -329,14 +331,17 @@ class EngineServer:
         self._admin_waiting.clear()
         self._fail_asked()
 
-    def _fail(self, error: BaseException) -> None:
-        """A bug: nothing is driven any more, and ``run`` raises."""
+    def _fail(self, error: BaseException) -> InvariantError:
+        """A bug, as any error is that nobody expected: nothing is driven any more, and ``run``
+        raises what this gives."""
+        bug = error if isinstance(error, InvariantError) else InvariantError(f"server: {error!r}")
         if self._failure is None:
-            self._failure = error
+            self._failure = bug
             _log.critical("the daemon stops because of a bug: %s", error, exc_info=error)
             if self._failed is not None:
                 self._failed.set()
             self._wake_up()
+        return bug
 
     def _fail_soon(self, error: BaseException) -> None:
         """The same from any thread."""
@@ -344,13 +349,13 @@ class EngineServer:
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        self._fail(_as_bug(error or InvariantError(f"server: {context.get('message')}")))
+        self._fail(error or InvariantError(f"server: {context.get('message')}"))
 
     def _wake_up(self) -> None:
         if self._wake is not None:
             self._wake.set()
 
-    def _call_soon(self, function: Callable[[], None]) -> None:
+    def _call_soon(self, function: Callable[[], object]) -> None:
         """From any thread; does nothing before the loop runs or after it ended."""
         loop = self._loop
         if loop is not None:
@@ -391,10 +396,3 @@ class EngineServer:
                 asked, _ = self._asked.popleft()
                 if asked.set_running_or_notify_cancel():
                     asked.set_exception(SessionLostError("the daemon isn't running"))
-
-
-def _as_bug(error: BaseException) -> InvariantError:
-    """What stops the daemon: an error that nobody expected is a bug like a broken invariant."""
-    if isinstance(error, InvariantError):
-        return error
-    return InvariantError(f"server: {error!r}")

@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvstore.core.errors import InvariantError, KVStoreError, LayoutMismatchError, ProtocolError
+from kvstore.core.guard import guarded
 from kvstore.core.messages import (
     Attach,
     Cause,
@@ -203,16 +204,18 @@ class Sessions:
     def _attempt(
         self, connection: Connection, number: int, step: Callable[..., None], *arguments: object
     ) -> None:
-        """The request boundary: whatever goes wrong within is one refused request."""
-        try:
-            step(connection, *arguments)
-        except InvariantError:
-            raise
-        except Exception as error:  # noqa: BLE001
-            self._fail(connection, number, error)
+        """The request boundary: whatever goes wrong within is one refused request, but for a bug of
+        the core, which stops the daemon."""
+        guarded(
+            lambda: step(connection, *arguments),
+            lambda error: self._fail(connection, number, error),
+        )
 
     def _fail(self, connection: Connection, number: int, error: BaseException) -> None:
-        """Answer a request that can't be carried out, or whose handling has a bug."""
+        """Answer a request that can't be carried out, or whose handling has a bug; raises what is a
+        bug of the core."""
+        if isinstance(error, InvariantError):
+            raise error
         if isinstance(error, KVStoreError):
             self._refuse(connection, number, refused_as(error))
             return
@@ -297,8 +300,6 @@ class Sessions:
         connection.phase = Phase.GREETED
         if error is None:
             self._attempt(connection, number, self._enter, number, registration)
-        elif isinstance(error, InvariantError):
-            raise error
         else:
             self._refusals.note(f"process {connection.process}", str(error))
             self._fail(connection, number, error)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.core.errors import CapacityError, TierUnavailableError
+from kvstore.core.errors import CapacityError, InvariantError, TierUnavailableError
 from kvstore.core.layout import Part
 from kvstore.core.messages import ChunkHeader, Move, MoveKind, MoveStatus, Place, TierName
 from kvstore.core.remote_messages import Probe, Probed, RemoteClear, RemoteCleared, RemoteEnter
@@ -151,6 +151,7 @@ def test_sick_server_occupies_only_its_own_threads(bench: RemoteBench) -> None:
 @pytest.mark.parametrize(
     ("error", "text"),
     [(TierUnavailableError("redis: h:1 can't be reached"), "redis: h:1 can't be reached"),
+     (InvariantError("secret"), "an unexpected InvariantError"),
      (ValueError("secret"), "an unexpected ValueError")],
 )  # fmt: skip
 def test_each_question_is_answered_also_when_the_tier_fails(

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from kvstore.core.errors import KVStoreError
+from kvstore.core.guard import guarded
 from kvstore.core.keys import ChunkKeys
 from kvstore.core.layout import Layout
 from kvstore.memory import OwnedHostMemory, create_host_memory
@@ -105,13 +106,15 @@ class Boundary:
 
     def __call__(self, verb: str, call: Callable[[], Answer], otherwise: Answer) -> Answer:
         """Run ``call``; when it raises, log the first of its verb and give ``otherwise``."""
-        try:
-            return call()
-        except Exception:
+
+        def missed(error: Exception) -> Answer:
             self.failures[verb] += 1
             if self.failures[verb] == 1:
-                LOG.exception("kvstore: %s failed; the engine goes on without the cache", verb)
+                text = "kvstore: %s failed; the engine goes on without the cache"
+                LOG.error(text, verb, exc_info=error)
             return otherwise
+
+        return guarded(call, missed)
 
 
 class Engine:

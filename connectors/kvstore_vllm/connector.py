@@ -31,6 +31,7 @@ from vllm.v1.request import Request
 from vllm.version import __version__ as vllm_version
 
 from kvstore import Client, KVStoreError
+from kvstore.core.guard import guarded
 from kvstore_vllm.allocation import SharedAllocation
 from kvstore_vllm.config import settings_from
 from kvstore_vllm.drafts import drafting
@@ -276,15 +277,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _guarded(self, verb: str, call: Callable[[], Answer], otherwise: Answer) -> Answer:
         """The connector's one boundary: an error is logged once, counted, and is a miss."""
-        try:
-            return call()
-        except Exception as error:  # noqa: BLE001
+
+        def missed(error: Exception) -> Answer:
             self._errors.add("errors", 1)
             kind = (verb, type(error).__name__)
             if kind not in self._logged:
                 self._logged.add(kind)
-                _log.exception("kvstore: %s failed; vLLM goes on without it", verb)
+                _log.error("kvstore: %s failed; vLLM goes on without it", verb, exc_info=error)
             return otherwise
+
+        return guarded(call, missed)
 
 
 def _log_as_vllm() -> None:

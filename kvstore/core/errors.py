@@ -9,9 +9,11 @@
     ├── ChunkCorruptError        bytes at rest that fail their check; the chunk is a miss now
     ├── TierUnavailableError     a tier that can't be reached, or refuses an operation
     ├── ProtocolError            a frame or message that isn't what the protocol says
-    ├── SessionLostError         the peer is gone; nothing asked of it will be answered
-    └── InvariantError           a bug in kvstore itself; the daemon stops rather than go on
+    └── SessionLostError         the peer is gone; nothing asked of it will be answered
 
+    InvariantError               a bug in kvstore itself; the daemon stops rather than go on
+
+InvariantError stands apart, so that no handler of what is expected takes a bug for it.
 Expected outcomes (a miss, a refused store) are values, not exceptions.
 """
 
@@ -50,5 +52,5 @@ class SessionLostError(KVStoreError):
     """The peer is gone; nothing asked of it will be answered."""
 
 
-class InvariantError(KVStoreError):
-    """A bug in kvstore itself."""
+class InvariantError(Exception):
+    """A bug in kvstore itself; no KVStoreError."""
