@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from tests.redis_rig import free_port
 
-VALUE_BYTES = 1024
+VALUE_BYTES = 4096
 CUT_BYTES = 700
 DRIP_PAUSE_S = 0.02
 LINGER_NONE = struct.pack("ii", 1, 0)
