@@ -75,7 +75,7 @@ SCHEMA: tuple[Setting, ...] = (
     Setting("redis.url", kinds.REDIS_URL, "off", "servers of the tier that several nodes share"),
     Setting("redis.prefix", kinds.KEY_PREFIX, "kvstore", "how the names of its keys begin"),
     Setting("redis.ttl", kinds.duration_or_off(10 * 365 * 86400), "7d", "values expire after this"),
-    Setting("redis.codec", kinds.choice("none", "lz4", "zstd"), "none", "how values are packed"),
+    Setting("redis.codec", kinds.NAME, "none", "how values are packed: none, zstd, lz4, another"),
     Setting("redis.connect_timeout", kinds.duration(0.01, 60), "1s", "to connect, at most"),
     Setting("redis.timeout", kinds.duration(0.01, 60), "2s", "for one operation, at most"),
     Setting("redis.probe_timeout", kinds.duration(0.001, 1), "20ms", "for a lookup, at most"),

@@ -6,13 +6,13 @@ import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvstore.codecs.registry import codec
 from kvstore.config import Settings
 from kvstore.core.errors import ConfigError
 from kvstore.tiers.redis_settings import RedisSettings
 
 _TLS_FILES = ("redis.ca", "redis.cert", "redis.key")
 _PACKAGES = ("redis", "hiredis")
-_CODEC_PACKAGES = {"lz4": ("lz4",), "zstd": ("zstandard",)}
 _CODEC_NAMES = {"none": "identity"}
 
 
@@ -71,7 +71,7 @@ def redis_settings(redis: RedisConfig) -> RedisSettings:
         url=redis.url,
         prefix=redis.prefix,
         ttl_s=redis.ttl,
-        codec=_CODEC_NAMES.get(redis.codec, redis.codec),
+        codec=_codec_name(redis),
         connect_timeout_s=redis.connect_timeout,
         operation_timeout_s=redis.timeout,
         connections=redis.connections,
@@ -107,13 +107,20 @@ def _check(settings: Settings, redis: RedisConfig) -> None:
 
 def _check_packages(settings: Settings, redis: RedisConfig) -> None:
     """What the tier imports is looked for here, as it is imported only when engines are served."""
-    needed = [*_PACKAGES, *_CODEC_PACKAGES.get(redis.codec, ())]
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"{settings.given('redis.url')} needs {' and '.join(missing)}, not installed here: "
             "pip install 'kvstore[redis]'"
         )
+    try:
+        codec(_codec_name(redis), "uint8")
+    except ConfigError as error:
+        raise ConfigError(f"{settings.given('redis.codec')}: {error}") from error
+
+
+def _codec_name(redis: RedisConfig) -> str:
+    return _CODEC_NAMES.get(redis.codec, redis.codec)
 
 
 def _file(path: Path | None) -> str:

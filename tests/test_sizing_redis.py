@@ -110,7 +110,7 @@ def test_wrong_address_is_refused_without_its_secret(tmp_path: Path, url: str, s
     [({"ca": "a.pem"}, "is for TLS, which redis.url=redis://h (flag --redis-url) hasn't"),
      ({"url": "rediss://h", "ca": "/no/ca.pem"}, "redis.ca=/no/ca.pem (flag --redis-ca) can't be"),
      ({"url": "rediss://h", "key": "a.pem"}, "a key needs its certificate"),
-     ({"codec": "gzip"}, "valid: none or lz4 or zstd"),
+     ({"codec": "gzip"}, "redis.codec=gzip (flag --redis-codec): codec=gzip: no such codec is"),
      ({"prefix": "a:b"}, "valid: 1 to 64 letters"),
      ({"split_size": "1KiB"}, "valid: a size from 64KiB to 512MiB"),
      ({"ttl": "-1"}, "valid: off, or a duration"),
@@ -137,6 +137,11 @@ def test_missing_package_is_told_before_anything_starts(
     with pytest.raises(ConfigError, match=r"needs redis and hiredis, not .*'kvstore\[redis\]'"):
         fitted(tmp_path, url="redis://h")
     assert fitted(tmp_path).redis.url == ""
+
+
+@pytest.mark.parametrize("codec", ["none", "lz4", "zstd"])
+def test_every_codec_is_there_with_the_extra(tmp_path: Path, codec: str) -> None:
+    assert fitted(tmp_path, url="redis://h", codec=codec).redis.codec == codec
 
 
 @pytest.mark.parametrize(("size", "off", "on"), [("64MiB", 2, 3), ("8GiB", 4, 6)])

@@ -51,7 +51,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "memory": {"core"},
     "proto_gen": set(),
     "config": {"core", "units"},
-    "sizing": {"core", "config", "machine", "units", "tiers"},
+    "sizing": {"core", "codecs", "config", "machine", "units", "tiers"},
     "verify": {"core", "codecs", "tiers"},
     "testing": {"core", "codecs", "device", "tiers"},
     "wire": {"core", "proto_gen"},
