@@ -1,4 +1,5 @@
-"""Contract suites that every Pages, Tier and Codec passes, ours and others', and FaultyTier.
+"""Contract suites that every Pages, Tier, RemoteTier and Codec passes, ours and others'; and
+FaultyTier.
 
 A suite is a class of tests. To check an implementation, subclass it under a name that pytest
 collects and give it the fixture that it names::
@@ -15,6 +16,7 @@ Needs pytest, which the daemon doesn't.
 from kvstore.testing.codecs import CodecContract
 from kvstore.testing.faults import FaultyTier, SlabBytes
 from kvstore.testing.pages import LAYOUTS, MEMORY_BYTES, PagedBench, PagesContract, chunk_blocks
+from kvstore.testing.remote_tiers import RemoteTierBench, RemoteTierContract
 from kvstore.testing.samples import packed, pattern, sample_header
 from kvstore.testing.tiers import TierBench, TierContract, scanned
 
@@ -25,6 +27,8 @@ __all__ = [
     "FaultyTier",
     "PagedBench",
     "PagesContract",
+    "RemoteTierBench",
+    "RemoteTierContract",
     "SlabBytes",
     "TierBench",
     "TierContract",

@@ -145,11 +145,11 @@ class RedisTier:
         except TierUnavailableError as error:
             return Probed(probe.id, 0, (), str(error))
 
-    def enter(self, entry: RemoteEnter) -> None:
+    def enter(self, enter: RemoteEnter) -> None:
         """Make a namespace known to the fleet. Raises TierUnavailableError; it is tried again with
         the next connection then."""
-        space = (entry.tenant, entry.namespace)
-        self._epochs.enter(space, entry.model, entry.alias)
+        space = (enter.tenant, enter.namespace)
+        self._epochs.enter(space, enter.model, enter.alias)
 
     def clear(self, clear: RemoteClear) -> RemoteCleared:
         """Raise the epoch of each namespace that matches, for the whole fleet."""

@@ -14,8 +14,9 @@ from kvstore.tiers.redis_lane import ReplyError
 
 AUTH_FAILED = "auth failed"
 _AUTH_CODES = ("NOAUTH", "WRONGPASS")
-_SICK_CODES = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "READONLY", "BUSY", "MISCONF")
-"""The server is there and doesn't serve; to the breaker that is a failure."""
+_HEALTHY_CODES = ("OOM", "MOVED", "ASK", "TRYAGAIN", "WRONGTYPE", "NOPERM")
+"""Errors of a server that does its work; any other reply of an error is a failure to the
+breaker."""
 _TEXT_MAX = 120
 
 
@@ -37,7 +38,7 @@ def of_reply(error: ReplyError, server: str) -> KVStoreError:
 
 def is_sick(error: ReplyError) -> bool:
     """Whether an error reply counts as a failure of the server."""
-    return error.code in _SICK_CODES or error.code in _AUTH_CODES
+    return error.code not in _HEALTHY_CODES
 
 
 def of_connect(

@@ -28,7 +28,8 @@ SWEEP_NAMES = 1000
 """Names that a step of a sweep looks at."""
 SWEEPS_MAX = 1000
 """Clears that wait for their sweep; the values of others leave by TTL, eviction or a later one."""
-STOP_S = 5.0
+STOP_S = 0.5
+"""How long ``close`` waits for the thread: not for a connect that is under way."""
 
 _ELSEWHERE = ("MOVED", "ASK")
 _REFUSED = (CapacityError, ChunkCorruptError, TierUnavailableError)
