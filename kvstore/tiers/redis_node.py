@@ -77,6 +77,12 @@ class RedisNode:
         """Whether the breaker is closed."""
         return not self._reason
 
+    def trust(self) -> None:
+        """A server that works named this one: it may be used before the tier's thread tried it."""
+        with self._free:
+            if self._reason == CONNECTING:
+                self._reason = ""
+
     @contextmanager
     def lane(self) -> Iterator[Lane]:
         """A lane for one exchange. What breaks it in between closes it: its next reply could be

@@ -83,6 +83,7 @@ class RedisServers:
         if not host or not port.isdigit() or slot >= REDIS_CLUSTER_HASH_SLOTS:
             return None
         node = self._node(host.strip("[]"), int(port))
+        node.trust()
         if error.code == "MOVED":
             with self._lock:
                 if self._slots:
