@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codecs.identity import IdentityCodec
+from kvstore.codecs.registry import codec
 from kvstore.core.errors import (
     CapacityError,
     ChunkCorruptError,
@@ -36,7 +36,7 @@ from kvstore.tiers.redis_node import CONNECTING
 from kvstore.tiers.redis_probe import RedisProber
 from kvstore.tiers.redis_settings import RedisSettings
 from kvstore.tiers.redis_usage import Entry, RedisUsage
-from kvstore.tiers.redis_values import ChunkAbsentError, RedisValues
+from kvstore.tiers.redis_values import ChunkAbsentError, ChunkUnreadableError, RedisValues
 from kvstore.tiers.redis_watch import RedisWatch
 
 _log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class RedisTier:
         servers = self._servers = self._watch.servers
         self._epochs = self._watch.epochs
         self._prober = RedisProber(servers, self._names, self._epochs)
-        self._values = RedisValues(servers, IdentityCodec(), expiry_ms, settings.split_bytes)
+        self._values = RedisValues(servers, settings.codec, expiry_ms, settings.split_bytes)
         self._usage = RedisUsage(servers, self._names, settings.namespace_bytes, expiry_ms)
         self._counter = IOCounter()
         self._telling = threading.Lock()
@@ -95,7 +95,9 @@ class RedisTier:
         self._raw_bytes = self._stored_bytes = self._probes = self._splits = self._evicted = 0
 
     def open(self) -> None:
-        """Connect, in the tier's own thread; returns at once."""
+        """Connect, in the tier's own thread; returns at once. Raises ConfigError for a codec that
+        isn't installed."""
+        codec(self._settings.codec, "uint8")
         self._watch.start()
 
     def close(self) -> None:
@@ -114,7 +116,7 @@ class RedisTier:
         with self._operation(IOKind.READ, out.nbytes):
             try:
                 self._values.get(name, header, out)
-            except ChunkAbsentError:
+            except (ChunkAbsentError, ChunkUnreadableError):
                 raise
             except ChunkCorruptError:
                 self._values.forget(name, 0)

@@ -11,8 +11,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvstore.codecs import base as codecs
-from kvstore.codecs.base import HEADER_BYTES, Codec, Payload
+from kvstore.codecs.base import HEADER_BYTES, Payload
 from kvstore.codecs.identity import IdentityCodec
+from kvstore.codecs.registry import codec, codec_of
 from kvstore.core.errors import ChunkCorruptError
 from kvstore.core.messages import ChunkHeader
 from kvstore.tiers.base import ChunkForeignError
@@ -33,6 +34,10 @@ class ChunkAbsentError(ChunkCorruptError):
     """There is no value under the name."""
 
 
+class ChunkUnreadableError(ChunkCorruptError):
+    """The chunk needs a codec that this node lacks; others may read it, so it stays."""
+
+
 @dataclass(frozen=True, slots=True)
 class Written:
     """What a chunk became: bytes of all its values, and pieces beside the first."""
@@ -45,12 +50,11 @@ class RedisValues:
     """Chunks as values. Thread-safe."""
 
     def __init__(
-        self, servers: RedisServers, codec: Codec, expiry_ms: int, split_bytes: int
+        self, servers: RedisServers, codec_name: str, expiry_ms: int, split_bytes: int
     ) -> None:
         self._servers = servers
-        self._codec = codec
+        self._codec_name = codec_name
         self._identity = IdentityCodec()
-        self._readable = {(c.id, c.version): c for c in (self._identity, codec)}
         self._expiry_ms = expiry_ms
         self._split_bytes = split_bytes
         self._scratch = threading.local()
@@ -58,12 +62,13 @@ class RedisValues:
     def put(self, name: bytes, header: ChunkHeader, payload: _Bytes) -> Written:
         """Write a chunk under ``name``. Raises CapacityError or TierUnavailableError; the name
         holds nothing new then, or nothing that a reader believes."""
-        codec, stored = self._codec, self._codec.encode(payload)
+        used = codec(self._codec_name, header.dtype)
+        stored = used.encode(payload)
         if stored.nbytes >= payload.nbytes:
-            codec, stored = self._identity, payload
+            used, stored = self._identity, payload
         head = codecs.pack(
             header,
-            Payload(codec.id, codec.version, stored.nbytes, codecs.payload_checksum(stored)),
+            Payload(used.id, used.version, stored.nbytes, codecs.payload_checksum(stored)),
         )
         pieces = 0
         behind = stored.data
@@ -90,18 +95,20 @@ class RedisValues:
         field = codecs.differing_field(found, header)
         if field is not None:
             raise ChunkForeignError(f"redis: the value is a chunk of another {field}")
-        codec = self._readable.get((payload.codec_id, payload.codec_version))
-        if codec is None:
-            raise ChunkCorruptError(f"redis: codec {payload.codec_id} is unknown here")
+        used = codec_of(payload.codec_id, payload.codec_version)
+        if used is None:
+            raise ChunkUnreadableError(
+                f"redis: codec {payload.codec_id} isn't installed here (kvstore[redis])"
+            )
         stored = landing.stored
         if not stored_in_one(nbytes, payload.stored_bytes):
             landing.checksum.reset()
             stored = self._joined(name, landing, payload.stored_bytes, out)
         if landing.checksum.intdigest() != payload.checksum:
             raise ChunkCorruptError("redis: the payload fails its checksum")
-        if codec is not self._identity and stored is out:
+        if stored is out and used.id != self._identity.id:
             stored = stored.copy()
-        codec.decode(stored, out)
+        used.decode(stored, out)
 
     def forget(self, name: bytes, pieces: int) -> None:
         """Delete a chunk as far as that is possible, so that the next writer heals it."""
