@@ -45,7 +45,8 @@ def connect(settings: RedisSettings, host: str, port: int, login: Login) -> Lane
         connection = _connection(settings, host, port, login)
         connection.connect()  # type: ignore[no-untyped-call]
         return Lane(connection, settings.operation_timeout_s)
-    except (redis.RedisError, OSError, UnicodeError) as error:
+    except (redis.RedisError, OSError, ValueError, TypeError, OverflowError) as error:
+        # redis-py lets Python's own errors through where a server answers nonsense.
         raise of_connect(error, server) from _bare(error)
 
 

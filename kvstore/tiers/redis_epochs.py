@@ -37,6 +37,7 @@ KNOWN_MAX = 4096
 """Epochs and namespaces remembered; a probe of a forgotten one costs one more round trip."""
 _ROUNDS_MAX = 3
 _EPOCH_MAX = (1 << 63) - 1
+_EPOCH_DIGITS = 19
 
 
 class RedisEpochs:
@@ -195,11 +196,9 @@ def _copy_in(name: bytes, third: int) -> bytes:
 
 
 def _number(answer: Answer) -> int | None:
-    if isinstance(answer, int):
-        return answer
-    if not isinstance(answer, bytes) or not answer.isdigit() or int(answer) > _EPOCH_MAX:
-        return None
-    return int(answer)
+    if isinstance(answer, bytes) and answer.isdigit() and len(answer) <= _EPOCH_DIGITS:
+        answer = int(answer)
+    return answer if isinstance(answer, int) and 0 <= answer <= _EPOCH_MAX else None
 
 
 def _checked(answer: Answer) -> int:
@@ -216,7 +215,7 @@ def _record(value: object) -> list[str] | None:
     """An entry of the registry, which anybody with access to the server may have written."""
     try:
         record = json.loads(value) if isinstance(value, bytes) else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, list) or len(record) != 4:
         return None

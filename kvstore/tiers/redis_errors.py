@@ -42,7 +42,7 @@ def is_sick(error: ReplyError) -> bool:
 
 
 def of_connect(
-    error: redis.RedisError | OSError | UnicodeError, server: str
+    error: redis.RedisError | OSError | ValueError | TypeError | OverflowError, server: str
 ) -> TierUnavailableError:
     """What an error of connecting means."""
     if isinstance(error, redis.AuthenticationError):

@@ -104,7 +104,7 @@ class Lane:
         found: list[Reply] = []
         view = self._piece
         while len(found) < count:
-            reply = self._reader.gets()
+            reply = self._parsed()
             if reply is not False:
                 found.append(reply)
                 continue
@@ -164,6 +164,15 @@ class Lane:
     def close(self) -> None:
         """Let go of it."""
         self._wire.close()
+
+    def _parsed(self) -> Reply:
+        """The next reply that has come, False where none is whole. hiredis lets Python's own errors
+        through: a number of thousands of digits, a dict whose key is a list, a list of billions."""
+        try:
+            reply: Reply = self._reader.gets()
+        except (TypeError, ValueError, OverflowError, MemoryError) as error:
+            raise LaneBrokenError("what came can't be a reply") from error
+        return reply
 
     def _line(self) -> tuple[bytes, memoryview]:
         """The first line of a reply, and what came behind it. Raises ReplyError."""

@@ -76,13 +76,13 @@ class RedisServers:
         if error.code not in ("MOVED", "ASK") or self.mode is not RedisMode.CLUSTER:
             return None
         words = str(error).split()
-        if len(words) < 3 or not words[1].isdigit():
+        if len(words) < 3:
             return None
-        host, _, port = words[2].rpartition(":")
-        slot = int(words[1])
-        if not host or not port.isdigit() or slot >= REDIS_CLUSTER_HASH_SLOTS:
+        host, _, port_text = words[2].rpartition(":")
+        slot, port = _number(words[1]), _number(port_text)
+        if not host or port is None or slot is None or slot >= REDIS_CLUSTER_HASH_SLOTS:
             return None
-        node = self._node(host.strip("[]"), int(port))
+        node = self._node(host.strip("[]"), port)
         node.trust()
         if error.code == "MOVED":
             with self._lock:
@@ -143,9 +143,10 @@ class RedisServers:
             except TierUnavailableError as error:
                 failed = str(error).removeprefix("redis: ")
                 continue
-            if isinstance(reply, list) and len(reply) == 2:
-                master_host, master_port = (_text(word) for word in reply)
-                node = self._node(master_host, int(master_port))
+            master = list(map(_text, reply)) if isinstance(reply, list) else []
+            port_number = _number(master[1]) if len(master) == 2 else None
+            if port_number is not None:
+                node = self._node(master[0], port_number)
                 self._only, self._reason = node, ""
                 self._keep({node})
                 return
@@ -231,6 +232,11 @@ class RedisServers:
             node.close()
         if gone:
             self._changed()
+
+
+def _number(text: str) -> int | None:
+    """A slot or port; None for anything else."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 6 else None
 
 
 def _text(reply: Reply) -> str:

@@ -21,6 +21,7 @@ from kvstore.tiers.redis_epochs import Space
 from kvstore.tiers.redis_lane import Command, pack
 from kvstore.tiers.redis_names import RedisNames
 from kvstore.tiers.redis_servers import RedisServers
+from kvstore.tiers.redis_value import PIECES_MAX
 from kvstore.tiers.redis_values import Written
 
 DEPTH_S = 1.0
@@ -43,9 +44,10 @@ class Entry:
     def unpack(cls, member: bytes) -> Entry | None:
         """What ``pack`` made; None for anything else."""
         words = member.split(b" ", 2)
-        if len(words) != 3 or not (words[0].isdigit() and words[1].isdigit()):
+        if len(words) != 3 or not all(w.isdigit() and len(w) < 13 for w in words[:2]):
             return None
-        return cls(words[2], Written(int(words[0]), int(words[1])))
+        value_bytes, pieces = int(words[0]), int(words[1])
+        return cls(words[2], Written(value_bytes, pieces)) if pieces <= PIECES_MAX else None
 
 
 class RedisUsage:

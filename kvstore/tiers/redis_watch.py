@@ -165,7 +165,7 @@ class RedisWatch:
 def _epoch(name: bytes, before: bytes) -> int:
     """The epoch in a chunk's name. Another name that matches has none, and isn't old."""
     digits = name[len(before) :].partition(b":")[0]
-    return int(digits) if digits.isdigit() else 1 << 64
+    return int(digits) if digits.isdigit() and len(digits) < 20 else 1 << 64
 
 
 def _kind(info: Reply) -> str:
