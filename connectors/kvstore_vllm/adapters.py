@@ -2,14 +2,14 @@
 
 An adapter is its name and its weights; vLLM's integer numbers differ between engines and never
 enter a key. Weights are a digest of the files that vLLM reads (about 1 GB a second), computed once
-and from a thread, which begins when the request comes. Its first lookup waits for the check as for
-a remote answer, ADAPTER_WAIT_S at most, while other requests go on. So the first request of an
-adapter is looked up and stored like any other.
+and from a thread, which begins when the request comes; lookups wait for it as for a remote answer,
+ADAPTER_WAIT_S at most, while other requests go on.
 
 vLLM reads the files at some time of its own, again whenever it has dropped the adapter meanwhile,
-and tells nobody what it read. So the files are looked at for each request, and once more in the
-worker, behind the step, before anything computed with the adapter is stored. Where they aren't what
-they were, nobody can tell which weights vLLM has: that adapter is cached no more. Nor is one that
+and the workers watch it (adapter_reads.py). Nothing is looked up before vLLM has read the adapter,
+and nothing is looked up or stored unless what it read are the very files of the digest. So an
+engine's first request of an adapter is computed, and stored like any other. The files are looked at
+for each request, too: an adapter whose files have changed is cached no more. Nor is one that
 comes back with other weights in the same folder: vLLM's own prefix cache tells adapters apart by
 name and folder only, and what it hits there would be stored as the new weights'.
 """
@@ -44,19 +44,13 @@ class UnknownWeightsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter as its files were: ``digest`` names their contents."""
+    """An adapter as its files were: ``digest`` names their contents, ``number`` is vLLM's."""
 
+    number: int
     name: str
     folder: str
     state: State
     digest: str
-
-    def unchanged(self) -> bool:
-        """Whether the files are still the same; reads their times, not their contents."""
-        try:
-            return read_state(Path(self.folder)) == self.state
-        except OSError:
-            return False
 
 
 class Adapters:
@@ -121,8 +115,9 @@ class Adapters:
     def _read(self, lora: LoRARequest, folder: Path, state: State) -> AdapterFiles:
         if not state:
             raise UnknownWeightsError(f"there is no file of an adapter in {folder}")
-        found = AdapterFiles(lora.lora_name, str(folder), state, _digest(folder, state))
-        if not found.unchanged():
+        digest = _digest(folder, state)
+        found = AdapterFiles(lora.lora_int_id, lora.lora_name, str(folder), state, digest)
+        if read_state(folder) != state:
             raise UnknownWeightsError("its files change while they are read")
         with self._lock:
             if len(self._files) >= ADAPTERS_MAX:

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvstore import ChunkKeys
+from kvstore_vllm.adapter_reads import AdapterRead
 from kvstore_vllm.adapters import AdapterFiles
 
 GroupIDs = tuple[tuple[int | None, ...], ...]
@@ -28,7 +29,8 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Store:
     """Have chunks read from blocks that the scheduler holds until every rank has reported
-    ``number``; not where the files of the ``adapter`` that they were computed with have changed."""
+    ``number``; not where vLLM has read other files of the ``adapter`` that they were computed with.
+    """
 
     number: int
     request: str
@@ -55,10 +57,11 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc]
 @dataclass
 class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What ended in a step: stores, with the number of ranks that say so, and the requests whose
-    load failed."""
+    load failed; and which adapters vLLM has ``read``."""
 
     ended: dict[int, int] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
+    read: tuple[AdapterRead, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
         """Add another rank's report."""
@@ -66,4 +69,4 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
         ended = dict(self.ended)
         for number, ranks in other.ended.items():
             ended[number] = ended.get(number, 0) + ranks
-        return Report(ended, self.failed | other.failed)
+        return Report(ended, self.failed | other.failed, self.read + other.read)

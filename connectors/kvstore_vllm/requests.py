@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import Enum
 
 from vllm.v1.request import Request
 
@@ -18,15 +19,24 @@ READ, WRITE = "kvstore.read", "kvstore.write"
 """Keys of a request's ``kv_transfer_params``: false there opts it out."""
 
 
+class Readiness(Enum):
+    """Whether a request can be looked up: not now, soon (ask again), or yes."""
+
+    NOT = 0
+    SOON = 1
+    READY = 2
+
+
 @dataclass(slots=True)
 class Tracked:
     """One request. Mutable.
 
     ``stored`` chunks from the start are known to be at the daemon or on their way there.
     ``offer`` is the hit that vLLM was told of, ``offer_tokens`` beyond ``offered_from`` of its
-    own. A request whose load ``failed`` is looked up no more, so that it can't fail for ever. One
-    with an adapter has ``files`` once ``adapter`` is there, for which its lookups wait until
-    ``waits_until_s``.
+    own. Until ``probed_until_s`` its lookup waits for a remote tier's answer, until
+    ``others_until_s`` for another request's load of the same. A request whose load ``failed`` is
+    looked up no more, so that it can't fail for ever. One with an adapter has ``files`` once
+    ``adapter`` is there, for which its lookups wait until ``waits_until_s``.
     """
 
     request: Request
@@ -39,6 +49,8 @@ class Tracked:
     offer_tokens: int = 0
     offer_ends_s: float = 0.0
     leased: bool = False
+    probed_until_s: float = 0.0
+    others_until_s: float = 0.0
     failed: bool = False
     items: tuple[ContentItem, ...] = ()
     adapter: Future[AdapterFiles] | None = None

@@ -18,27 +18,32 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import count
 
 from vllm.distributed.kv_events import KVCacheEvent
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvstore import ChunkKeys, HitStatus, LayoutMismatchError, LookupResult, SchedulerSession
+from kvstore import (
+    ChunkKey,
+    ChunkKeys,
+    HitStatus,
+    LayoutMismatchError,
+    LookupResult,
+    SchedulerSession,
+)
+from kvstore_vllm.adapter_reads import AdapterReads
 from kvstore_vllm.adapters import Adapters
 from kvstore_vllm.config import Settings
 from kvstore_vllm.events import KVEvents
+from kvstore_vllm.holding import Holding
 from kvstore_vllm.layout import EngineShape
+from kvstore_vllm.loading import OTHERS_WAIT_S, Loading
 from kvstore_vllm.metrics import Counts
 from kvstore_vllm.orders import GroupIDs, Load, Orders, Report, Store
-from kvstore_vllm.requests import CHECK_S, Tracked, prepare, track
+from kvstore_vllm.requests import CHECK_S, Readiness, Tracked, prepare, track
 
 LISTEN_S = 0.25
 """How long an idle vLLM steps on after a transfer, for the daemon to tell what came of it."""
@@ -46,14 +51,6 @@ OFFER_S = 1.0
 """How long an offer stands without another lookup, for a request that waits for blocks and is asked
 about in every step; much less than a lease."""
 _log = logging.getLogger("vllm.kvstore")
-
-
-@dataclass(slots=True)
-class _Held:
-    """Blocks of a store in flight, and how many ranks haven't reported its end."""
-
-    blocks: list[KVCacheBlock]
-    ranks: int
 
 
 class SchedulerSide:
@@ -73,21 +70,20 @@ class SchedulerSide:
         self._chunk = shape.chunk
         self._ranks = shape.ranks
         self._retreat = shape.retreat()
-        self._cache: KVCacheManager | None = None
         self._adapters = Adapters()
+        self._reads = AdapterReads()
         self._requests: dict[str, Tracked] = {}
         self._wanted: dict[str, Load | None] = {}
-        self._held: dict[int, _Held] = {}
-        self._held_blocks = 0
-        self._numbers = count(1)
+        self._loading = Loading()
+        self.held = Holding(shape, settings.held_blocks_max)
         self._revision = ""
         self._events: KVEvents | None = None
         self._listen_until_s = 0.0
-        self._checking = False
+        self._asked_again = False
 
     def bind(self, cache: KVCacheManager) -> None:
         """vLLM's cache manager, which knows each request's blocks."""
-        self._cache = cache
+        self.held.bind(cache)
 
     def publish(self, config: KVCacheConfig, hash_tokens: int) -> None:
         """From now on tell of what the daemon gains and loses; vLLM hashes ``hash_tokens`` at a
@@ -124,20 +120,22 @@ class SchedulerSide:
         least = max(1, self._settings.min_hit_tokens)
         if not tracked.reads or tracked.failed or chunks * self._chunk - computed < least:
             return 0
-        if not prepare(tracked, self._session, CHECK_S):
-            waits = tracked.reads and now_s < tracked.waits_until_s
-            self._checking = self._checking or waits
-            return None if waits else 0
+        ready = self._readiness(tracked, now_s)
+        if ready is not Readiness.READY:
+            return None if ready is Readiness.SOON else 0
         keys = tracked.keys()
         if keys is None or keys.tokens_per_chunk != self._chunk:
             return 0
+        if self._waits_for_another(tracked, keys[computed // self._chunk], now_s):
+            return None
         if self._events is not None:  # so that what the load leads to is told
             self._events.hear(self._session.changes())
         found = self._look_up(request.request_id, keys[:chunks])
-        self.counts.add("lookups", 1)
         self.counts.add("lookup_seconds", time.monotonic() - now_s)
         if found.status is HitStatus.PENDING:
-            return None
+            return self._ask_again(tracked, now_s)
+        self.counts.add("lookups", 1)
+        tracked.probed_until_s = 0.0
         tracked.leased = found.status is HitStatus.HIT
         tracked.stored = found.chunks
         gain = found.chunks * self._chunk - self._retreat % self._chunk - computed
@@ -163,6 +161,7 @@ class SchedulerSide:
             first, last = tracked.offered_from // self._chunk, -(-end // self._chunk)
             ids = self._load_ids(blocks, (first, last), tracked.offered_from, end)
             self._wanted[name] = Load(name, tracked.offer[first:last], ids)
+            self._loading.begin(name, tracked.offer[first:last])
             if self._events is not None:
                 self._events.know(request, tracked.offer[first:last])
         elif tracked is not None:
@@ -187,8 +186,8 @@ class SchedulerSide:
                     stores.append(store)
         revision, self._revision = self._revision, ""
         idle = not output.num_scheduled_tokens
-        listens = idle and (self._checking or time.monotonic() < self._listen_until_s)
-        self._checking = False
+        listens = idle and (self._asked_again or time.monotonic() < self._listen_until_s)
+        self._asked_again = False
         return Orders(loads, tuple(stores), lost, idle, listens, revision)
 
     def given_up(self) -> Orders:
@@ -215,18 +214,21 @@ class SchedulerSide:
             self._listen_until_s = time.monotonic() + LISTEN_S
         if isinstance(report, Report):
             for number, ranks in report.ended.items():
-                self._let_go(number, ranks)
+                self.held.let_go(number, ranks)
+            self._reads.add(report.read)
             for name in report.failed:
                 tracked = self._requests.get(name)
                 if tracked is not None:
                     tracked.failed, tracked.stored = True, 0
         for name in output.finished_recving or ():
+            self._loading.end(name)
             tracked = self._requests.get(name)
             if tracked is not None:
                 self._release(tracked)
 
     def finish(self, request: Request) -> None:
         """The request has ended, in whatever way."""
+        self._loading.end(request.request_id)
         tracked = self._requests.pop(request.request_id, None)
         if tracked is not None:
             self._release(tracked)
@@ -234,13 +236,39 @@ class SchedulerSide:
     def busy(self) -> bool:
         """Whether stores are in flight, whose ends only further steps bring; or events of what has
         just ended, which vLLM publishes in its steps only."""
-        return bool(self._held) or time.monotonic() < self._listen_until_s
+        return bool(self.held) or time.monotonic() < self._listen_until_s
 
     def close(self) -> None:
         """End the thread that reads adapters; the session is the client's."""
         self._adapters.close()
 
     # ------------------------------------------------------------ private
+
+    def _readiness(self, tracked: Tracked, now_s: float) -> Readiness:
+        """Whether what the request's keys depend on is known: its adapter's weights, which must be
+        those that all ranks have read."""
+        lora = tracked.request.lora_request
+        if lora is not None and not self._reads.has(lora.lora_int_id, self._ranks):
+            return Readiness.NOT
+        if not prepare(tracked, self._session, CHECK_S):
+            waits = tracked.reads and now_s < tracked.waits_until_s
+            self._asked_again = self._asked_again or waits
+            return Readiness.SOON if waits else Readiness.NOT
+        if tracked.files is not None and not self._reads.are_of(tracked.files):
+            self._adapters.refuse(
+                tracked.files.number, tracked.files.name, "vLLM has read other files of it"
+            )
+            tracked.reads = tracked.writes = False
+            return Readiness.NOT
+        return Readiness.READY
+
+    def _waits_for_another(self, tracked: Tracked, chunk: ChunkKey, now_s: float) -> bool:
+        """Whether another request loads what this one would: vLLM asks again when it has."""
+        if not self._loading.is_for_another(tracked.request.request_id, chunk):
+            return False
+        if not tracked.others_until_s:
+            tracked.others_until_s = now_s + OTHERS_WAIT_S
+        return now_s < tracked.others_until_s
 
     def _look_up(self, name: str, keys: ChunkKeys) -> LookupResult:
         """The hit, or where its last chunk has to be computed anyway, the hit without: asked for,
@@ -252,6 +280,20 @@ class SchedulerSide:
             self._session.release(name)
             return LookupResult(HitStatus.MISS, 0, 0)
         return self._session.lookup(name, keys[: found.chunks - 1])
+
+    def _ask_again(self, tracked: Tracked, now_s: float) -> int | None:
+        """What a lookup is answered with while the daemon asks a remote tier: None, vLLM goes on
+        with other requests; past the time that a lookup may take, a miss."""
+        tracked.leased = True  # or will be, when the tier has answered
+        if not tracked.probed_until_s:
+            tracked.probed_until_s = now_s + self._settings.lookup_timeout_s
+        if now_s < tracked.probed_until_s:
+            self._asked_again = True
+            return None
+        self.counts.add("lookups", 1)
+        tracked.probed_until_s = 0.0
+        self._release(tracked)
+        return 0
 
     def _release(self, tracked: Tracked) -> None:
         tracked.offer = None
@@ -286,24 +328,19 @@ class SchedulerSide:
         if not self._settings.store_decoded:
             tokens = min(tokens, request.num_prompt_tokens)
         first, last = tracked.stored, tokens // self._chunk
-        if last <= first or self._cache is None:
+        if last <= first:
             return None
         if not prepare(tracked, self._session, 0.0):
             return None
         keys = tracked.keys()
         if keys is None or keys.tokens_per_chunk != self._chunk or len(keys) < last:
             return None
-        blocks = self._cache.get_blocks(request.request_id).blocks
-        last = self._affordable(blocks, first, last)
-        cut = self._store_blocks(blocks, first, last) if last > first else None
+        cut = self.held.cut(request.request_id, first, last)
         if cut is None:
             self.counts.add("stores_put_off", 1)
             return None
-        number = next(self._numbers)
-        held = [block for group in cut for block in group if block is not None]
-        self._pool().touch(held)
-        self._held[number] = _Held(held, self._ranks)
-        self._held_blocks += len(held)
+        last = first + self.held.chunks(cut)
+        number = self.held.hold(cut)
         tracked.stored = last
         self.counts.add("stores", 1)
         if self._events is not None:
@@ -312,41 +349,3 @@ class SchedulerSide:
             tuple(None if block is None else block.block_id for block in group) for group in cut
         )
         return Store(number, request.request_id, keys[first:last], ids, tracked.files)
-
-    def _affordable(self, blocks: Sequence[Sequence[KVCacheBlock]], first: int, last: int) -> int:
-        """Up to which chunk the blocks may be held, as many are already."""
-        share = int(self._settings.held_blocks_max * self._pool().num_gpu_blocks)
-        per_chunk = sum(self._chunk // group.tokens_per_block for group in self._groups)
-        return min(last, first + max(0, share - self._held_blocks) // per_chunk)
-
-    def _store_blocks(
-        self, blocks: Sequence[Sequence[KVCacheBlock]], first: int, last: int
-    ) -> list[list[KVCacheBlock | None]] | None:
-        """Blocks of chunks [first, last) of each group; None for those that have slid out of a
-        window. None as a whole where a full group lacks one."""
-        found = []
-        for group, own in zip(self._groups, blocks, strict=True):
-            per_chunk = self._chunk // group.tokens_per_block
-            cut = list(own[first * per_chunk : last * per_chunk])
-            real = [None if block.is_null else block for block in cut]
-            if len(cut) < (last - first) * per_chunk:
-                return None
-            if group.window is None and None in real:
-                return None
-            found.append(real)
-        return found
-
-    def _let_go(self, number: int, ranks: int) -> None:
-        """Ranks have ended a store: with the last one its blocks are vLLM's alone again."""
-        held = self._held.get(number)
-        if held is None:
-            return
-        held.ranks -= ranks
-        if held.ranks <= 0:
-            del self._held[number]
-            self._held_blocks -= len(held.blocks)
-            self._pool().free_blocks(reversed(held.blocks))
-
-    def _pool(self) -> BlockPool:
-        assert self._cache is not None
-        return self._cache.block_pool

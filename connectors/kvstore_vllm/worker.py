@@ -17,16 +17,18 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import get_node_count, get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import get_node_count
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvstore import Client, KVStoreError, LayoutMismatchError, Shard, Ticket, WorkerSession
+from kvstore import Client, KVStoreError, LayoutMismatchError, Ticket, WorkerSession
+from kvstore_vllm.adapter_reads import AdapterRead, AdapterReads, watch_loader
 from kvstore_vllm.allocation import SharedAllocation
 from kvstore_vllm.config import Settings
 from kvstore_vllm.identity import check_engine, check_nodes, namespace_of
 from kvstore_vllm.layout import describe, group_shapes, tokens_per_chunk
 from kvstore_vllm.metrics import Counts
 from kvstore_vllm.orders import GroupIDs, Load, Orders, Report, Store
+from kvstore_vllm.ranks import shard_of
 
 IDLE_WAIT_S = 0.005
 """How long a step without anything to compute waits for a transfer, so that the engine's loop
@@ -71,6 +73,10 @@ class WorkerSide:
         self._unasked: list[str] = []
         self._failed_blocks: set[int] = set()
         self._said: dict[str, float] = {}
+        self._reads = AdapterReads()
+        self._read: list[AdapterRead] = []
+        if config.lora_config is not None:
+            watch_loader(config.parallel_config.rank, self._read.append)
 
     def allocation(self) -> SharedAllocation:
         """The context in which vLLM allocates its KV cache."""
@@ -140,10 +146,12 @@ class WorkerSide:
 
     def report(self) -> Report | None:
         """What the scheduler's side must know of this step; None where nothing ended."""
-        if not self._ended and not self._failed:
+        if not self._ended and not self._failed and not self._read:
             return None
-        report = Report(dict.fromkeys(self._ended, 1), self._failed)
+        report = Report(dict.fromkeys(self._ended, 1), self._failed, tuple(self._read))
         self._ended, self._failed = [], set()
+        self._reads.add(self._read)
+        self._read.clear()
         return report
 
     def close(self) -> None:
@@ -201,9 +209,10 @@ class WorkerSide:
         """Ask for a store; tells whether it was."""
         if self._session is None:
             return False
-        if store.adapter is not None and not store.adapter.unchanged():
+        self._reads.add(self._read)
+        if store.adapter is not None and not self._reads.are_of(store.adapter):
             self.counts.add("dropped_chunks", len(store.keys))
-            self._say(f"nothing more of adapter {store.adapter.name} is stored: its files changed")
+            self._say(f"nothing of adapter {store.adapter.name} is stored: vLLM read other files")
             return False
         ticket = self._session.store(store.request, store.keys, self._named(store.blocks))
         self._stores[store.number] = _opened(ticket, self._settings.store_timeout_s)
@@ -289,16 +298,3 @@ def engine_id(config: VllmConfig) -> str:
     if transfer is None or not transfer.engine_id:
         raise LayoutMismatchError("kv_transfer_config: there is no engine_id")
     return str(transfer.engine_id)
-
-
-def shard_of(config: VllmConfig, kv_config: KVCacheConfig) -> Shard:
-    """This process's place among the engine's ranks."""
-    parallel = config.parallel_config
-    return Shard(
-        tp_rank=get_tp_group().rank_in_group,
-        tp_size=parallel.tensor_parallel_size,
-        pp_rank=get_pp_group().rank_in_group,
-        pp_size=parallel.pipeline_parallel_size,
-        replicas=kv_config.kv_tp_replicas,
-        nodes=parallel.nnodes_within_dp,
-    )

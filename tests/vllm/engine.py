@@ -53,6 +53,7 @@ class Engine:
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.number = 0
         self.broken: list[tuple[Any, str]] = []
+        self.pending = 0
 
     def run(self, line: dict[str, Any]) -> dict[str, Any]:
         """Requests from their start to their end, side by side."""
@@ -138,6 +139,12 @@ class Engine:
         """Drop vLLM's own prefix cache."""
         return {"done": bool(self.llm.reset_prefix_cache())}
 
+    def read_adapter(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Let vLLM read an adapter before a request wants it, as ``vllm serve`` does at start."""
+        from vllm.lora.request import LoRARequest
+
+        return {"done": bool(self.engine.add_lora(LoRARequest(*line["adapter"])))}
+
     def forget(self, line: dict[str, Any]) -> dict[str, Any]:
         """Drop vLLM's own cache and the connector's, as after a change of weights."""
         return {"done": bool(self.scheduler.reset_prefix_cache(reset_connector=True))}
@@ -163,6 +170,23 @@ class Engine:
         self.broken.append((target, line["method"]))
         return {}
 
+    def pend(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Let the next ``times`` lookups be answered as while the daemon asks a remote tier; how
+        many of those that were to be before weren't."""
+        from kvstore import HitStatus, LookupResult
+
+        session = self.scheduler.connector._scheduler._session
+        left, self.pending = self.pending, line["times"]
+
+        def lookup(*arguments: Any) -> Any:
+            if not self.pending:
+                return type(session).lookup(session, *arguments)
+            self.pending -= 1
+            return LookupResult(HitStatus.PENDING, 0, 0)
+
+        session.lookup = lookup
+        return {"left": left}
+
     def status(self, line: dict[str, Any]) -> dict[str, Any]:
         """What is held, where."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -176,8 +200,8 @@ class Engine:
             "blocks": pool.num_gpu_blocks,
             "requests": len(self.scheduler.requests),
             "tracked": len(side._requests),
-            "held": len(side._held),
-            "held_blocks": side._held_blocks,
+            "held": len(side.held),
+            "held_blocks": side.held.blocks,
             "wanted": len(side._wanted),
             "loads": len(worker._loads),
             "stores": len(worker._stores),

@@ -21,6 +21,7 @@ from kvstore_vllm.drafts import Drafting, drafting
 from kvstore_vllm.events import KVEvents
 from kvstore_vllm.identity import check_engine, check_nodes, config_digest
 from kvstore_vllm.layout import EngineShape, GroupShape, describe, group_shapes, tokens_per_chunk
+from kvstore_vllm.ranks import replicas_of
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.engine.arg_utils import EngineArgs
@@ -130,7 +131,7 @@ def check_a_latent_is_one_tensor_a_layer_and_stored_once_for_all_ranks() -> None
         assert [len(group.tensors) for group in found.groups] == [3]
         assert {span.block_bytes for span in found.groups[0].tensors} == {32 * 576 * 4}
         assert (found.groups[0].tokens_per_block, found.groups[0].window) == (32, None)
-    shards = [Shard(rank, 2, 0, 1, ranks[rank].kv_tp_replicas) for rank in range(2)]
+    shards = [Shard(rank, 2, 0, 1, replicas_of(config, ranks[rank])) for rank in range(2)]
     assert [(shard.index(), shard.count(), shard.ranks()) for shard in shards] == [(0, 1, 2)] * 2
 
 
@@ -144,14 +145,50 @@ def check_a_latent_beside_an_index_cache_is_two_groups_or_one() -> None:
 
 
 def check_replicated_heads_are_stored_once() -> None:
-    """Four ranks of a model with two KV heads: two hold the same, and count as one shard."""
-    config = engine(ranks=4)
-    spec = FullAttentionSpec(**(KV | {"num_kv_heads": 1}), max_tp_shards=2)
-    ranks = configs(config, *4 * [{"layer0": spec, "layer1": spec}])
-    assert [rank.kv_tp_replicas for rank in ranks] == [2] * 4
+    """A plain model with fewer KV heads than ranks: vLLM repeats them on consecutive ranks, which
+    count as one shard. Where the ranks aren't a multiple of the heads, or the layers aren't all
+    alike for sure, each rank is a shard."""
+
+    def replicas(heads: int, ranks: int, change: Callable[[VllmConfig], object] = id) -> int:
+        config = engine(ranks=ranks, hf_overrides={"num_key_value_heads": heads})
+        own = config.model_config.get_num_kv_heads(config.parallel_config)
+        spec = FullAttentionSpec(**(KV | {"num_kv_heads": own}))
+        found = configs(config, *ranks * [{"layer0": spec, "layer1": spec}])
+        change(config)
+        assert {rank.kv_tp_replicas for rank in found} == {1}
+        assert len({layout(rank).fingerprint() for rank in found}) == 1
+        (count,) = {replicas_of(config, rank) for rank in found}
+        return count
+
+    def other_architecture(config: VllmConfig) -> None:
+        config.model_config._architecture = "TransformersForCausalLM"
+
+    def layers_that_differ(config: VllmConfig) -> None:
+        config.model_config.model_arch_config.per_layer_overrides = [{"total_num_kv_heads": 1}]
+
+    assert [replicas(1, 2), replicas(3, 6), replicas(1, 4)] == [2, 2, 4]
+    assert [replicas(3, 1), replicas(3, 3), replicas(3, 4), replicas(8, 4)] == [1] * 4
+    assert [replicas(1, 2, other_architecture), replicas(1, 2, layers_that_differ)] == [1, 1]
     shards = [Shard(rank, 4, 0, 1, 2) for rank in range(4)]
     assert [shard.index() for shard in shards] == [0, 0, 1, 1]
-    assert len({layout(rank).fingerprint() for rank in ranks}) == 1
+
+
+def check_only_layers_with_one_head_a_rank_are_replicas() -> None:
+    """A layer with more heads a rank than the model's number says, and a drafter's layers, of whose
+    heads that number says nothing: each rank is a shard. MLA's replicas are vLLM's own."""
+    few = {"num_key_value_heads": 1}
+    config = engine(ranks=2, hf_overrides=few)
+    specs = {f"layer{n}": FullAttentionSpec(**(KV | {"num_kv_heads": n})) for n in (1, 2)}
+    (found, _) = configs(config, specs, specs)
+    assert replicas_of(config, found) == 1
+    model = engine(ranks=2, hf_overrides=few, speculative_config={
+        "method": "draft_model", "model": MODEL, "num_speculative_tokens": 2})  # fmt: skip
+    model.speculative_config.draft_parallel_config.tensor_parallel_size = 2
+    alike = {"layer1": specs["layer1"]}
+    (found, _) = configs(config, alike, alike)
+    assert (replicas_of(config, found), replicas_of(model, found)) == (2, 1)
+    (found, _) = configs(config, *2 * [{"layer": MLAAttentionSpec(**LATENT)}])
+    assert replicas_of(config, found) == found.kv_tp_replicas == 2
 
 
 def check_pipeline_stages_register_their_own_layers() -> None:

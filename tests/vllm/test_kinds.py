@@ -86,8 +86,8 @@ def test_latent_attention_that_vllm_cannot_continue_is_refused(
 def test_adapters_are_their_name_and_their_weights(
     start_daemon: StartDaemon, start_engine: StartEngine, private_folder: Path
 ) -> None:
-    """What is stored with an adapter, by its first request too, is hit with it alone, by the first
-    request in another engine, whatever number vLLM gives it there; not without it, and not with
+    """What is stored with an adapter, by its first request too, is hit with it alone, in another
+    engine as soon as vLLM has read it there, whatever number it has; not without it, and not with
     other weights under its name. Once its files have changed under a running engine, nothing of it
     is reused or stored there: vLLM has the former weights, and once it has read the new ones, its
     own prefix cache takes both for the same. Field cases 7 and 8."""
@@ -109,6 +109,8 @@ def test_adapters_are_their_name_and_their_weights(
     engine = start_engine({"socket": daemon.socket}, engine=options)
     assert engine.call("wait_ready")["ready"]
     other = engine.run({"prompt": text, "adapter": ["a", 6, second]})[0]
+    assert engine.call("read_adapter", adapter=["a", 5, first])["done"]
+    engine.run({"prompt": prompt("another", 3)})
     same = engine.run({"prompt": text, "adapter": ["a", 5, first]})[0]
     assert (other["cached"], same["cached"]) == (0, full)
     assert same["tokens"] == cold["tokens"] != other["tokens"]
@@ -127,6 +129,40 @@ def test_adapters_are_their_name_and_their_weights(
     assert new["cached"] == 0
     status = engine.call("status")
     assert (status["errors"], status["held"]) == (0, 0)
+
+
+def test_adapter_whose_files_are_replaced_behind_vllms_back_is_not_cached(
+    start_daemon: StartDaemon, start_engine: StartEngine, private_folder: Path
+) -> None:
+    """vLLM reads an adapter at its start; then other weights are put in its place, and only then
+    comes the first request, with which the files are looked at: vLLM computes with the former ones.
+    What another engine has stored with the new ones isn't hit, and nothing is stored as theirs."""
+    daemon = start_daemon(**BIG)
+    former, new = (tiny("adapter", private_folder, seed) for seed in (1, 2))
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+    plain = start_engine(None, engine=options)
+    text, other = prompt("replaced", 15), prompt("replaced too", 15)
+    wanted = [plain.run({"prompt": t, "adapter": ["a", 1, former]})[0] for t in (text, other)]
+    plain.close()
+    engines = [start_engine({"socket": daemon.socket}, engine=options) for _ in range(2)]
+    assert all(engine.call("wait_ready")["ready"] for engine in engines)
+    right, wrong = engines
+    stored = right.run({"prompt": text, "adapter": ["a", 1, new]})[0]
+    assert stored["tokens"] != wanted[0]["tokens"]
+    folder = Path(former)
+    assert wrong.call("read_adapter", adapter=["a", 1, former])["done"]
+    for path in Path(new).iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    for _ in range(2):
+        found = [wrong.run({"prompt": t, "adapter": ["a", 1, former]})[0] for t in (text, other)]
+        assert [r["tokens"] for r in found] == [r["tokens"] for r in wanted]
+        assert [r["cached"] for r in found] == [0, 0]
+        wrong.fresh()
+    right.fresh()
+    found = [right.run({"prompt": t, "adapter": ["a", 1, new]})[0] for t in (text, other)]
+    assert [r["cached"] for r in found] == [whole(right, text), 0]
+    assert found[0]["tokens"] == stored["tokens"]
+    assert len(wrong.lines("vLLM has read other files of it")) == 1
 
 
 def test_kinds_that_are_not_known_are_refused_by_name() -> None:
