@@ -2,8 +2,8 @@
 
 **Hits.** A lookup asks for whole chunks of all tokens but the last, so that vLLM always has one to
 compute and every group's blocks end where the hit does. vLLM is told what lies beyond its own
-prefix cache, and loads it asynchronously. A request whose load failed is computed; it isn't looked
-up again.
+prefix cache, and loads it asynchronously. While another request loads the same it is told to ask
+again (loading.py). A request whose load failed is computed; it isn't looked up again.
 
 **Stores.** When a step completes a chunk, its blocks are read by the daemon after that step. Until
 every rank has reported the end of that store, the blocks have one more reference in vLLM's own
