@@ -13,6 +13,10 @@ ABORTS = {3: 2, 9: 5, 14: 12, 20: 30, 27: 60}
 """Request -> the step before which it is aborted."""
 
 
+GROUPS = 8
+"""Of four requests each: one of them loads what they share."""
+
+
 def requests() -> list[dict[str, Any]]:
     """32 requests: groups of four share a prefix of some chunks, each ends in its own way."""
     found: list[dict[str, Any]] = []
@@ -49,7 +53,7 @@ def test_preemption_and_aborts_change_no_text_and_leave_nothing(
         status = engine.call("status")
         left = ("blocks_used", "requests", "tracked", "held", "loads", "stores", "errors")
         assert [status[name] for name in left] == [0] * len(left), status
-    assert status["counts"]["loaded_chunks"] > 20, status
+    assert status["counts"]["loaded_chunks"] >= GROUPS, status
     assert status["counts"].get("load_failures", 0) == 0, status
     traffic = daemon.wait_for_stats(lambda s: not s["traffic"]["leases"])["traffic"]
     assert (traffic["sessions"], traffic["moves_in_flight"]) == (2, 0)
