@@ -119,7 +119,7 @@ def test_a_full_server_takes_no_more(made: Fleet, private_folder: Path) -> None:
         first.share(0)
         for seed in range(1, 30):
             first.store(seed)
-        first.wait(lambda redis: first.stats()["drops"].get("redis full"))
+        first.wait(lambda redis: first.stats()["drops"].get("redis_full"))
         assert first.load(29) == 4
         done = [second.load(seed) for seed in range(30)]
         assert done[0] == 4
