@@ -111,6 +111,7 @@ def test_a_value_that_is_cut_breaks_the_lane(kept: int) -> None:
         b"$-2\r\n",
         b"$99999999999999\r\n",
         b"$3\r\nabcd\r\n",
+        b"$3\r\nabcde",
         b"$3\r\nabc\r\n+OK\r\n",
         b"$-1\r\n+OK\r\n",
         b"-ERR a\r\n+OK\r\n",
