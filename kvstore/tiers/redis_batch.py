@@ -15,15 +15,10 @@ from kvstore.tiers.redis_servers import REDIRECTS_MAX, RedisServers
 Answer: TypeAlias = "Reply | KVStoreError"
 """A reply, or why there is none: the holder is down, or refused the command."""
 
+Question: TypeAlias = tuple[bytes, bytes]
+"""A name, and a packed command about it. Probes have hundreds."""
+
 _ASKING = pack((b"ASKING",))
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One packed command about one name."""
-
-    name: bytes
-    command: bytes
 
 
 @dataclass(slots=True)
@@ -63,10 +58,12 @@ def ask_all(servers: RedisServers, questions: Sequence[Question]) -> list[Answer
 def _by_holder(
     servers: RedisServers, questions: Sequence[Question], answers: list[Answer]
 ) -> list[_Share]:
+    if servers.only is not None:
+        return [_Share(servers.only, False, list(range(len(questions))))]
     shares: dict[RedisNode, _Share] = {}
-    for number, question in enumerate(questions):
+    for number, (name, _) in enumerate(questions):
         try:
-            node = servers.holder(question.name)
+            node = servers.holder(name)
         except TierUnavailableError as error:
             answers[number] = error
             continue
@@ -79,7 +76,7 @@ def _by_holder(
 
 def _send(share: _Share, questions: Sequence[Question], answers: list[Answer]) -> None:
     before = _ASKING if share.asking else b""
-    data = b"".join(before + questions[number].command for number in share.numbers)
+    data = b"".join(before + questions[number][1] for number in share.numbers)
     try:
         share.lane = share.node.take()
     except TierUnavailableError as error:
@@ -101,10 +98,12 @@ def _receive(share: _Share, servers: RedisServers, answers: list[Answer]) -> lis
     except OSError as error:
         _fail(share, answers, share.node.broke(share.lane, error))
         return []
+    wrong, errors = [], []
     for number, reply in zip(share.numbers, replies, strict=True):
         answers[number] = reply
-    wrong = [n for n in share.numbers if isinstance(answers[n], ReplyError)]
-    errors = [a for n in wrong if isinstance(a := answers[n], ReplyError)]
+        if isinstance(reply, ReplyError):
+            wrong.append(number)
+            errors.append(reply)
     share.node.done(share.lane, errors)
     servers.note(errors)
     return wrong

@@ -57,7 +57,7 @@ class RedisEpochs:
 
     def questions(self, space: Space) -> list[Question]:
         """What to ask along with a probe; ``take`` understands the answers."""
-        return [Question(name, pack((b"GET", name))) for name in self._copies(space)]
+        return [(name, pack((b"GET", name))) for name in self._copies(space)]
 
     def take(self, space: Space, answers: Sequence[Answer]) -> int | None:
         """The epoch that these answers mean, which is ``known`` from now on; None: there is none
@@ -82,9 +82,7 @@ class RedisEpochs:
             if epoch is not None:
                 return epoch
             fresh = time.time_ns() // 1000
-            asked = [
-                Question(name, pack((b"SET", name, fresh, b"NX"))) for name in self._copies(space)
-            ]
+            asked = [(name, pack((b"SET", name, fresh, b"NX"))) for name in self._copies(space)]
             ask_all(self._servers, asked)
         raise TierUnavailableError("redis: the server keeps no epoch; is its memory full?")
 
@@ -94,7 +92,7 @@ class RedisEpochs:
         found = [_checked(a) for a in ask_all(self._servers, self.questions(space))]
         target = max(*found, time.time_ns() // 1000 if not any(found) else 0) + 1
         steps = [
-            Question(name, pack((b"INCRBY", name, target - own)))
+            (name, pack((b"INCRBY", name, target - own)))
             for name, own in zip(names, found, strict=True)
         ]
         raised = [_checked(a) for a in ask_all(self._servers, steps)]
@@ -124,7 +122,7 @@ class RedisEpochs:
         """Namespaces in the registry. The question counts as use, so that a server that evicts by
         use keeps it."""
         name = self._names.spaces
-        reply = ask_all(self._servers, [Question(name, pack((b"HLEN", name)))])[0]
+        reply = ask_all(self._servers, [(name, pack((b"HLEN", name)))])[0]
         if isinstance(reply, KVStoreError):
             raise TierUnavailableError(str(reply)) from reply
         return reply if isinstance(reply, int) else 0
@@ -151,7 +149,7 @@ class RedisEpochs:
     def matching(self, tenant: str | None, model: str | None) -> list[Space]:
         """The namespaces of a tenant (None: any) with this model or alias (None: any)."""
         name = self._names.spaces
-        reply = ask_all(self._servers, [Question(name, pack((b"HGETALL", name)))])[0]
+        reply = ask_all(self._servers, [(name, pack((b"HGETALL", name)))])[0]
         if isinstance(reply, KVStoreError):
             raise TierUnavailableError(str(reply)) from reply
         values: list[object] = [*reply[1::2]] if isinstance(reply, list) else []
@@ -170,7 +168,7 @@ class RedisEpochs:
         for (tenant, namespace), value in records.items():
             words += [b"%s:%s" % (tenant.encode("utf-8", "surrogatepass"), namespace), value]
         command = pack((b"HSET", name, *words))
-        reply = ask_all(self._servers, [Question(name, command)])[0]
+        reply = ask_all(self._servers, [(name, command)])[0]
         if isinstance(reply, KVStoreError):
             raise TierUnavailableError(str(reply)) from reply
 

@@ -51,7 +51,7 @@ class RedisProber:
                 before = b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n" % (len(start) + _HEX_BYTES + len(end))
                 for at in range(0, len(digits), _HEX_BYTES):
                     name = b"%s%s%s" % (start, digits[at : at + _HEX_BYTES], end)
-                    questions.append(Question(name, b"%s%s\r\n" % (before, name)))
+                    questions.append((name, b"%s%s\r\n" % (before, name)))
         return questions
 
 

@@ -56,6 +56,11 @@ class RedisServers:
         """Why no server is known; empty where some are."""
         return self._reason
 
+    @property
+    def only(self) -> RedisNode | None:
+        """The server that holds every name, where there is such a one."""
+        return self._only
+
     def nodes(self) -> tuple[RedisNode, ...]:
         """All that are known, in the order of their addresses."""
         with self._lock:

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 
 from kvstore.core.errors import KVStoreError, TierUnavailableError
-from kvstore.tiers.redis_batch import Answer, Question, ask_all
+from kvstore.tiers.redis_batch import Answer, ask_all
 from kvstore.tiers.redis_epochs import Space
 from kvstore.tiers.redis_lane import Command, pack
 from kvstore.tiers.redis_names import RedisNames
@@ -97,7 +97,7 @@ class RedisUsage:
 
     def _ask(self, commands: list[Command]) -> list[Answer]:
         """Commands whose second word is the name."""
-        questions = [Question(c[1] if isinstance(c[1], bytes) else b"", pack(c)) for c in commands]
+        questions = [(c[1] if isinstance(c[1], bytes) else b"", pack(c)) for c in commands]
         return ask_all(self._servers, questions)
 
 

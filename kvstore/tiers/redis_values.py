@@ -17,7 +17,7 @@ from kvstore.codecs.registry import codec, codec_of
 from kvstore.core.errors import ChunkCorruptError
 from kvstore.core.messages import ChunkHeader
 from kvstore.tiers.base import ChunkForeignError
-from kvstore.tiers.redis_batch import Question, ask_all
+from kvstore.tiers.redis_batch import ask_all
 from kvstore.tiers.redis_lane import Landing, pack
 from kvstore.tiers.redis_names import RedisNames
 from kvstore.tiers.redis_servers import RedisServers
@@ -113,7 +113,7 @@ class RedisValues:
     def forget(self, name: bytes, pieces: int) -> None:
         """Delete a chunk as far as that is possible, so that the next writer heals it."""
         names = [name, *(RedisNames.piece(name, number) for number in range(pieces))]
-        ask_all(self._servers, [Question(one, pack((b"UNLINK", one))) for one in names])
+        ask_all(self._servers, [(one, pack((b"UNLINK", one))) for one in names])
 
     def _joined(self, name: bytes, landing: _Landing, stored_bytes: int, out: _Bytes) -> _Bytes:
         """The payload from its pieces."""
