@@ -13,8 +13,10 @@ MASK = "********"
 """Stands for what is secret."""
 
 _HOST = r"([A-Za-z0-9._-]+|\[[0-9a-fA-F:.%]+\])(:\d+)?"
-_SERVERS = re.compile(rf"({_HOST}(,{_HOST})*)?(/[^@:\s]*)?")
+_SERVERS = re.compile(rf"({_HOST}(,{_HOST})*)?(/[A-Za-z0-9._/%+~-]*)?")
 """What follows the password in a URL of Redis: servers, then a database, a service or a path."""
+_SCHEME = re.compile(r"[a-z]{2,8}(\+[a-z]{2,8})?", re.IGNORECASE)
+_OPTIONS = re.compile(r"([a-z_]{1,16}=[^&@]*(&|$))*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,7 @@ def _url(text: str) -> object:
     words = text.strip()
     if words.lower() in ("", "off"):
         return ""
-    if "://" not in words or any(character.isspace() for character in words):
+    if "://" not in words or not words.isprintable() or " " in words:
         raise ValueError("not a URL")
     return words
 
@@ -166,11 +168,11 @@ def mask_url(text: str) -> str:
     there is no telling what is what, all of it is hidden but the scheme."""
     words = text.strip()
     scheme, mark, rest = words.partition("://")
-    if not mark:
+    if not (mark and _SCHEME.fullmatch(scheme)):
         return MASK if words.lower() not in ("", "off") else words
     place, question, options = rest.partition("?")
     given, at, servers = place.rpartition("@")
-    if not _SERVERS.fullmatch(servers) or "@" in options:
+    if not (_SERVERS.fullmatch(servers) and _OPTIONS.fullmatch(options)):
         return f"{scheme}://{MASK}"
     names = "&".join(
         f"{option.partition('=')[0]}={MASK}" for option in options.split("&") if option

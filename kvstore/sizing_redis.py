@@ -99,6 +99,8 @@ def _check(settings: Settings, redis: RedisConfig) -> None:
             raise ConfigError(
                 f"{settings.given(name)} is for TLS, which {given} hasn't: use rediss"
             )
+        if file.exists() and not file.is_file():
+            raise ConfigError(f"{settings.given(name)} isn't a file")  # to open a pipe would wait
         try:
             file.open("rb").close()
         except OSError as error:

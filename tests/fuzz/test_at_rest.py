@@ -6,6 +6,7 @@ import random
 import tempfile
 from pathlib import Path
 
+import pytest
 import xxhash
 
 from kvstore import config
@@ -14,8 +15,10 @@ from kvstore.core.errors import ChunkCorruptError, ConfigError
 from kvstore.core.keys import ChunkKey
 from kvstore.core.layout import Part
 from kvstore.core.messages import ChunkHeader, SpaceRecord
+from kvstore.sizing_redis import fit_redis, redis_settings
 from kvstore.tiers import manifest
-from tests.fuzz.mutate import EXAMPLES, TEXTS, fuzz, mangle, only_lines
+from tests.fuzz.mutate import EXAMPLES, TEXTS, fuzz, is_line, mangle, only_lines
+from tests.nvme_bench import KINDS, make_odd
 
 HEADER = ChunkHeader(
     key=ChunkKey(b"k" * 32), parent=ChunkKey(b"p" * 32), depth=1, tenant="uid:0",
@@ -69,3 +72,55 @@ def test_mutated_settings_are_refused_in_one_line_or_taken(seed: int) -> None:
             environment["KVSTORE_CONFIG"] = str(file)
         with only_lines(ConfigError):
             config.load({}, environment)
+
+
+URLS = (
+    "redis://user:geheim@host:6379/0",
+    "rediss://:geheim@[::1]:1,b:2/1?db=3",
+    "unix://u:geheim@/run/r.sock?db=2",
+    "redis+sentinel://u:geheim@a:1,b/main/2",
+    "redis+cluster://u:geheim@a,b:1",
+)
+REDIS = ("prefix", "ttl", "codec", "timeout", "connections", "split_size", "namespace_size")
+
+
+@fuzz(EXAMPLES // 4)
+def test_mutated_redis_settings_are_refused_or_taken_and_tell_no_password(seed: int) -> None:
+    """An address, and one other setting. What stands before the last @ is shown nowhere."""
+    rng = random.Random(seed)
+    url = mangle(rng, rng.choice(URLS).encode()).decode("utf-8", "replace").replace("\0", "")
+    other = mangle(rng, rng.choice((b"1", b"1s", b"1MiB", b"lz4", b"a/b"))).decode(
+        "utf-8", "replace"
+    )
+    environment = {
+        "HOME": "/nowhere",
+        "KVSTORE_REDIS_URL": url,
+        f"KVSTORE_REDIS_{rng.choice(REDIS).upper()}": other.replace("\0", "")[:2000],
+    }
+    told = ""
+    try:
+        settings = config.load({}, environment)
+        told = settings.values["redis.url"].text + settings.given("redis.url")
+        redis = fit_redis(settings)
+        told += repr(redis)
+        if redis.url:
+            told += repr(redis_settings(redis))
+    except ConfigError as error:
+        told += str(error)
+    assert is_line(told), told
+    if "geheim" not in url.rpartition("@")[2] + other:
+        assert "geheim" not in told
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_for_tls_that_is_none_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    """A folder, a pipe that nobody writes to, a link to nothing: no start waits for it."""
+    make_odd(tmp_path / "ca", "folder" if kind == "link" else kind, tmp_path / "target")
+    environment = {
+        "HOME": str(tmp_path),
+        "KVSTORE_REDIS_URL": "rediss://host",
+        "KVSTORE_REDIS_CA": str(tmp_path / "ca"),
+    }
+    with pytest.raises(ConfigError, match=r"redis\.ca") as refused:
+        fit_redis(config.load({}, environment))
+    assert is_line(str(refused.value))

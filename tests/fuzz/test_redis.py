@@ -139,7 +139,7 @@ def act(rng: random.Random, tier: RedisTier, epoch: int) -> str:
     return kind
 
 
-@fuzz(EXAMPLES // 50)
+@fuzz(EXAMPLES // 100)
 def test_a_server_that_lies_is_a_miss_at_worst(
     deceived: list[Deceived], outcomes: Counter[str], seed: int
 ) -> None:

@@ -75,7 +75,7 @@ def outcomes() -> Iterator[Counter[str]]:
     """What became of the replies: neither all senseless nor all harmless."""
     counts: Counter[str] = Counter()
     yield counts
-    assert sum(counts.values()) < 1000 or counts.keys() >= {"left", "stayed", "settled"}, counts
+    assert sum(counts.values()) < 500 or counts.keys() >= {"left", "stayed", "settled"}, counts
 
 
 def reply(rng: random.Random, number: int) -> bytes:
@@ -93,7 +93,7 @@ def reply(rng: random.Random, number: int) -> bytes:
     return write_reply(number, rng.choice(bodies))
 
 
-@fuzz(EXAMPLES)
+@fuzz(EXAMPLES // 4)
 def test_a_mutated_reply_never_raises_into_the_engine(outcomes: Counter[str], seed: int) -> None:
     """Each call on the link returns, and the end of the stream settles what was open."""
     rng = random.Random(seed)
@@ -123,7 +123,7 @@ def test_a_mutated_reply_never_raises_into_the_engine(outcomes: Counter[str], se
     assert len(blocks) == 4 * outcome.done.count(False)
 
 
-@fuzz(EXAMPLES // 2)
+@fuzz(EXAMPLES // 4)
 def test_decoding_a_mutated_reply_costs_what_its_bytes_say(seed: int) -> None:
     """Bytes that are no message are a ProtocolError of one line, and cost no more than they are."""
     rng = random.Random(seed)
