@@ -3,7 +3,8 @@ failed.
 
 The parts run one after the other, each in a process of its own: kills and stops of real processes
 at 200 random moments each, bursts of 2 GiB and damaged files, fuzzing, the simulator with
-fresh seeds, and a daemon under load. ``--seconds`` is how long each of the last two runs.
+fresh seeds, a daemon under load, and two of them with a server, whose engines' threads share
+sessions. ``--seconds`` is how long each of the last three runs.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def parts(points: int, seconds: float) -> list[Part]:
         Part("fuzzing", (*PYTEST, "tests/fuzz"), "passed", {"FUZZ_EXAMPLES": "100000"}),
         Part("simulator", ("tests.sim", "--seconds", str(seconds), "--quiet"), "seeds from"),
         Part("load", ("tests.soak.load", "--seconds", str(seconds)), "retrieved"),
+        Part("threads", ("tests.soak.threads", "--seconds", str(seconds)), "retrieved"),
     ]
 
 
@@ -77,7 +79,7 @@ def main() -> int:
         took_s = time.monotonic() - start_s
         summary.append(f"{part.name:<18} {took_s:6.0f} s  {outcome:<8}  {told}")
     moments = f"{options.points} moments of each kind of kill and stop"
-    print(f"---- soak: {moments}, {options.seconds:g} s each of simulator and load")
+    print(f"---- soak: {moments}, {options.seconds:g} s each of simulator, load, threads")
     print(*summary, sep="\n")
     return 1 if failed or not summary else 0
 
