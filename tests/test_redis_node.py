@@ -161,6 +161,17 @@ def test_a_check_that_fails_leaves_it_down() -> None:
     peers.sockets[-1].close()
 
 
+def test_a_node_that_was_closed_stays_so() -> None:
+    """Also where a check was under way."""
+    peers = Peers()
+    peers.node.check(lambda lane: peers.node.close())
+    assert not peers.node.is_up
+    with pytest.raises(TierUnavailableError, match="closed"), peers.node.lane():
+        pass
+    assert peers.sockets[0].recv(100) == b""
+    peers.sockets[0].close()
+
+
 def test_waits_end_and_are_counted(make: Callable[..., Peers]) -> None:
     """Two lanes are in use: who comes third waits for one of them, for so long at most; that isn't
     a failure of the server."""

@@ -148,8 +148,8 @@ class RedisTier:
             return Probed(probe.id, 0, (), str(error))
 
     def enter(self, enter: RemoteEnter) -> None:
-        """Make a namespace known to the fleet. Raises TierUnavailableError; it is tried again with
-        the next connection then."""
+        """Make a namespace known to the fleet. Raises CapacityError or TierUnavailableError; the
+        tier's own thread tries it again then, and so does each write."""
         space = (enter.tenant, enter.namespace)
         self._epochs.enter(space, enter.model, enter.alias)
 

@@ -64,7 +64,8 @@ def _connection(settings: RedisSettings, host: str, port: int, login: Login) -> 
         make_unix: Callable[..., UnixDomainSocketConnection] = UnixDomainSocketConnection
         return make_unix(path=host, **common)
     if not settings.address.tls:
-        return Connection(host=host, port=port, **common)  # type: ignore[no-untyped-call]
+        make: Callable[..., Connection] = Connection
+        return make(host=host, port=port, socket_keepalive=True, **common)
     return SSLConnection(
         host=host,
         port=port,
@@ -73,6 +74,7 @@ def _connection(settings: RedisSettings, host: str, port: int, login: Login) -> 
         ssl_keyfile=settings.key or None,
         ssl_cert_reqs="required",
         ssl_check_hostname=True,
+        socket_keepalive=True,
         **common,
     )
 

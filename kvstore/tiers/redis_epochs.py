@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from kvstore.core.errors import KVStoreError, TierUnavailableError
+from kvstore.core.errors import CapacityError, KVStoreError, TierUnavailableError
 from kvstore.tiers.redis_batch import Answer, Question, ask_all
 from kvstore.tiers.redis_driver import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from kvstore.tiers.redis_lane import pack
@@ -41,7 +41,8 @@ _EPOCH_DIGITS = 19
 
 
 class RedisEpochs:
-    """Epochs and registry. Thread-safe. Raises TierUnavailableError."""
+    """Epochs and registry. Thread-safe. Raises TierUnavailableError; where a namespace can't be
+    entered because the server's memory is full, CapacityError."""
 
     def __init__(self, servers: RedisServers, names: RedisNames) -> None:
         self._servers = servers
@@ -169,6 +170,8 @@ class RedisEpochs:
             words += [b"%s:%s" % (tenant.encode("utf-8", "surrogatepass"), namespace), value]
         command = pack((b"HSET", name, *words))
         reply = ask_all(self._servers, [(name, command)])[0]
+        if isinstance(reply, CapacityError):
+            raise CapacityError(str(reply)) from reply
         if isinstance(reply, KVStoreError):
             raise TierUnavailableError(str(reply)) from reply
 

@@ -137,11 +137,13 @@ class RedisNode:
             keep = not self._closed and len(self._idle) + len(self._used) < self._limits.connections
             if keep:
                 self._idle.append(lane)
-            was, self._reason, self._failures = self._reason, "", 0
+            was = self._reason
+            if not self._closed:
+                self._reason, self._failures = "", 0
             self._free.notify()
         if not keep:
             lane.close()
-        if was:
+        if was != self._reason:
             self._changed()
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ class RemoteTier(Protocol):
         where that can't be said."""
 
     def enter(self, enter: RemoteEnter) -> None:
-        """Make a namespace known, so that clears by any node find it. Raises
+        """Make a namespace known, so that clears by any node find it. Raises CapacityError or
         TierUnavailableError."""
 
     def clear(self, clear: RemoteClear) -> RemoteCleared:

@@ -4,6 +4,7 @@ values cut into pieces."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from kvstore.core.messages import ChunkHeader
 from kvstore.testing import RemoteTierContract
 from tests.redis_cluster import Cluster
-from tests.redis_rig import Server, standalone, unix_url
+from tests.redis_rig import Certificates, Server, standalone, tls_server, unix_url
 from tests.redis_tiers import name_of, up
 
 
@@ -50,6 +51,24 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates.create(tmp_path_factory.mktemp("t"))
+
+
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory, files: Certificates) -> Iterator[Server]:
+    with tls_server(tmp_path_factory.mktemp("s"), files) as made:
+        made.connection = functools.partial(  # type: ignore[method-assign]
+            made.connection,
+            ssl=True,
+            ssl_ca_certs=str(files.ca),
+            ssl_certfile=str(files.client),
+            ssl_keyfile=str(files.client),
+        )
+        yield made
+
+
 class TestServer(RemoteTierContract):
     @pytest.fixture
     def bench(self, server: Server) -> Iterator[RedisBench]:
@@ -80,6 +99,15 @@ class TestCompressed(RemoteTierContract):
         server.run("FLUSHALL")
         with contextlib.ExitStack() as stack:
             yield RedisBench(stack, server.url, lambda _: server, codec=request.param)
+
+
+class TestTls(RemoteTierContract):
+    @pytest.fixture
+    def bench(self, secure: Server, files: Certificates) -> Iterator[RedisBench]:
+        secure.run("FLUSHALL")
+        paths = {"ca": str(files.ca), "cert": str(files.client), "key": str(files.client)}
+        with contextlib.ExitStack() as stack:
+            yield RedisBench(stack, f"rediss://{secure.address}", lambda _: secure, **paths)
 
 
 class TestCluster(RemoteTierContract):
