@@ -80,6 +80,7 @@ def _connection(settings: RedisSettings, host: str, port: int, login: Login) -> 
 
 
 def _bare(error: BaseException) -> BaseException | None:
-    """The cause to keep in a traceback: an answer to AUTH may quote it, so those are left out."""
-    refused = isinstance(error, redis.ResponseError | redis.AuthenticationError)
-    return None if refused else error
+    """The cause to keep in a traceback: what a server answers to AUTH may quote it, so only the
+    system's errors are kept."""
+    plain = isinstance(error, OSError | redis.ConnectionError | redis.TimeoutError)
+    return error if plain and not isinstance(error, redis.AuthenticationError) else None
