@@ -28,6 +28,7 @@ from lmcache.integration.vllm.vllm_multi_process_adapter import (
 from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
 from bench.engine import BenchEngine
+from bench.peer import PeerServer
 from bench.peer_work import free_ports
 
 WAIT_S = 60.0
@@ -38,73 +39,53 @@ _ONE_RANK = ParallelStrategy(
 )
 
 
-class LMCacheServer:
+class LMCacheServer(PeerServer):
     """``lmcache server`` with a pool of host memory of ``pool_bytes``, workers as many as cores,
-    and no second tier. ``healthy_s`` is when it answered its first request. A context manager."""
+    and no second tier."""
 
     def __init__(self, pool_bytes: int, tokens_per_chunk: int) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
         self._shm = f"kvb{os.getpid()}-{time.monotonic_ns()}"
         self._context = zmq.Context()
         self._port, http_port = free_ports(2)
-        self._command = [
+        self._client: Any = None
+        super().__init__([
             str(Path(sys.executable).parent / "lmcache"), "server", "--port", str(self._port),
             "--http-port", str(http_port), "--l1-size-gb", str(pool_bytes / 2**30),
             "--no-l1-use-lazy", "--shm-name", self._shm, "--eviction-policy", "LRU",
             "--chunk-size", str(tokens_per_chunk), "--max-workers", str(os.cpu_count()),
             "--supported-transfer-mode", "auto", _NO_NULL_BLOCK,
-        ]  # fmt: skip
-        self._process: subprocess.Popen[bytes] | None = None
-        self.healthy_s = 0.0
+        ])  # fmt: skip
 
     @property
     def url(self) -> str:
         """Where adapters reach it."""
         return f"tcp://localhost:{self._port}"
 
-    def __enter__(self) -> LMCacheServer:
-        started_s = time.perf_counter()
-        self._process = subprocess.Popen(self._command, stdout=self._log, stderr=subprocess.STDOUT)
+    def close(self) -> None:
+        """End the process, and remove its shared memory."""
+        if self._client is not None:
+            self._client.close()
+        super().close()
+        self._context.destroy(linger=0)
+        self._log.close()
+        Path("/dev/shm", self._shm).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._client.clear(force=True).result(timeout=WAIT_S)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(self._command, stdout=self._log, stderr=subprocess.STDOUT)
+
+    def _wait(self) -> None:
         self._client = RequestClientFactory.create(self.url, context=self._context)
         try:
             self._client.get_chunk_size().result(timeout=WAIT_S)
         except TimeoutError as error:
             self._log.seek(0)
             said = self._log.read().decode(errors="replace")[-2000:]
-            self._end()
             raise RuntimeError(f"the server didn't answer in {WAIT_S:g} s:\n{said}") from error
-        self.healthy_s = time.perf_counter() - started_s
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._client.close()
-        self._end()
-
-    def pid(self) -> int:
-        """Of the server's process."""
-        assert self._process is not None
-        return self._process.pid
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._client.clear(force=True).result(timeout=WAIT_S)
-
-    def _end(self) -> None:
-        assert self._process is not None
-        self._process.terminate()
-        try:
-            self._process.wait(WAIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._context.destroy(linger=0)
-        self._log.close()
-        Path("/dev/shm", self._shm).unlink(missing_ok=True)
 
 
 class LMCacheEngine:

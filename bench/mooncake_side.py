@@ -17,6 +17,7 @@ import mooncake
 from mooncake.store import MooncakeDistributedStore
 
 from bench.engine import BenchEngine
+from bench.peer import PeerServer
 from bench.peer_work import free_ports
 
 WAIT_S = 60.0
@@ -24,78 +25,52 @@ _BUFFER_BYTES = 16 << 20
 _POLL_S = 0.005
 
 
-class MooncakeServer:
-    """``mooncake_master`` and a store in this process with a segment of ``pool_bytes``.
-    ``healthy_s`` is when the store answered its first call. A context manager."""
+class MooncakeServer(PeerServer):
+    """``mooncake_master`` and a store in this process with a segment of ``pool_bytes``."""
 
     def __init__(self, pool_bytes: int, log: Path) -> None:
         self._pool_bytes = pool_bytes
         self._log = log
         self._port, metrics_port = free_ports(2)
-        self._command = [
+        self.store = MooncakeDistributedStore()
+        super().__init__([
             str(Path(mooncake.__file__).parent / "mooncake_master"),
             "-rpc_address=127.0.0.1", f"-rpc_port={self._port}",
             "-metrics_host=127.0.0.1", f"-metrics_port={metrics_port}",
-        ]  # fmt: skip
-        self._process: subprocess.Popen[bytes] | None = None
-        self.store = MooncakeDistributedStore()
-        self.healthy_s = 0.0
+        ])  # fmt: skip
 
-    def __enter__(self) -> MooncakeServer:
-        started_s = time.perf_counter()
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            self._wait()
-            status = self.store.setup(
-                "127.0.0.1", "P2PHANDSHAKE", self._pool_bytes, _BUFFER_BYTES, "tcp", "",
-                f"127.0.0.1:{self._port}",
-            )  # fmt: skip
-            assert status == 0, f"setup gave {status}"
-            assert self.store.is_exist("nothing") == 0
-        except BaseException:
-            self._end()
-            raise
-        self.healthy_s = time.perf_counter() - started_s
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End the store, then the master."""
         self.store.close()
-        self._end()
-
-    def pid(self) -> int:
-        """Of the master's process."""
-        assert self._process is not None
-        return self._process.pid
+        super().close()
 
     def clear(self) -> None:
         """Forget everything."""
         self.store.remove_all(force=True)
 
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self._log.open("wb") as log:
+            return subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT)
+
     def _wait(self) -> None:
-        assert self._process is not None
+        self._listening()
+        status = self.store.setup(
+            "127.0.0.1", "P2PHANDSHAKE", self._pool_bytes, _BUFFER_BYTES, "tcp", "",
+            f"127.0.0.1:{self._port}",
+        )  # fmt: skip
+        assert status == 0, f"setup gave {status}"
+        assert self.store.is_exist("nothing") == 0
+
+    def _listening(self) -> None:
         until_s = time.monotonic() + WAIT_S
         while True:
-            assert self._process.poll() is None, self._log.read_text(errors="replace")[-2000:]
+            said = self._log.read_text(errors="replace")[-2000:]
+            assert self.process.poll() is None, said
             assert time.monotonic() < until_s, f"the master didn't listen in {WAIT_S:g} s"
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self._port)) == 0:
                     return
             time.sleep(_POLL_S)
-
-    def _end(self) -> None:
-        assert self._process is not None
-        self._process.terminate()
-        try:
-            self._process.wait(WAIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
 
 class MooncakeEngine:

@@ -19,9 +19,11 @@ import sys
 import tempfile
 import time
 import tomllib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from kvstore_vllm.config import environment_folder
 from kvstore_vllm.pip_environment import EnvironmentFault, PipEnvironment
@@ -31,6 +33,58 @@ from bench.harness import MILLI, Bench, Row, Size, heading, number, p50
 
 ROOT = Path(__file__).resolve().parent.parent
 _LOAD_S = 120.0
+_END_S = 60.0
+
+
+class PeerServer(ABC):
+    """A peer's server process. ``healthy_s`` is how long it took from its start to its first
+    answer, which has come when ``__enter__`` returns. A context manager."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self.healthy_s = 0.0
+
+    def __enter__(self) -> Self:
+        started_s = time.perf_counter()
+        self._process = self._start()
+        try:
+            self._wait()
+        except BaseException:
+            self.close()
+            raise
+        self.healthy_s = time.perf_counter() - started_s
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The one that was started."""
+        assert self._process is not None
+        return self._process
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.terminate()
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget everything."""
+
+    @abstractmethod
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Start the command; where its output goes is the peer's."""
+
+    @abstractmethod
+    def _wait(self) -> None:
+        """Wait for the first answer; raises with what the process said where none comes."""
 
 
 class Skip(Exception):

@@ -12,7 +12,7 @@ from typing import Protocol
 from bench.daemon import BenchDaemon
 from bench.engine import BenchEngine, finish, tokens
 from bench.harness import Bench, interleave, number, p50, timed
-from bench.peer import Peer, versus
+from bench.peer import Peer, PeerServer, versus
 from kvstore import Client
 
 CHUNKS = 8
@@ -39,22 +39,6 @@ class PeerEngine(Protocol):
 
     def end(self, request: str) -> None:
         """The request is over."""
-
-
-class PeerServer(Protocol):
-    """A peer's process; it was started and answered when ``__enter__`` returns."""
-
-    healthy_s: float
-
-    def __enter__(self) -> PeerServer: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def pid(self) -> int:
-        """Of its process."""
-
-    def clear(self) -> None:
-        """Forget everything."""
 
 
 class Prompts:
@@ -144,7 +128,7 @@ def starts(bench: Bench, peer: Peer, start: Callable[[], PeerServer]) -> None:
 
     def theirs(_: int) -> float:
         with start() as server:
-            resident["peer"].append(_resident_mib(server.pid()))
+            resident["peer"].append(_resident_mib(server.process.pid))
             return server.healthy_s
 
     runs = [interleave({"ours": ours, "peer": theirs}, 1) for _ in range(bench.runs)]

@@ -5,26 +5,19 @@ Blocks are filled with bytes that name their place, so that any mix-up shows.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvstore import Client, HitStatus, Shard, WorkerSession, create_host_memory
-from kvstore.core.limits import Limits, TierLimits
-from kvstore.core.messages import Move, MoveKind
-from kvstore.core.service import Service
-from kvstore.daemon_hands import Hands, open_pages
-from kvstore.mover import Mover, MoverThreads
-from kvstore.server import EngineServer
-from kvstore.tiers.host import HostTier
+from kvstore.core.messages import Move
+from tests.faults.node import Gate, Node
 from tests.link_rig import (
     BLOCK_BYTES,
     BLOCKS,
@@ -39,68 +32,6 @@ from tests.link_rig import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-SLABS, SLAB_BYTES, STAGING = 4, 64 << 10, 2
-
-
-class Node:
-    """The daemon without its shell: core, mover and link in this process. ``gate`` is called in the
-    mover's thread at the begin of every Move."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.gate: Callable[[Move], None] = lambda move: None
-        limits = Limits(TierLimits(SLABS, SLAB_BYTES), staging_slots=STAGING)
-        self.core = Service(limits)
-        self.host = HostTier(SLABS + STAGING, SLAB_BYTES)
-        threads = MoverThreads(copy=2, read=1, write=1)
-        self.mover = Mover(self.host, {}, lambda moved: self.server.post(*moved), threads, self._at)
-        self.server = EngineServer(
-            socket_path=path,
-            service=self.core,
-            mover=Hands(self.mover),
-            persist=lambda effect: None,
-            open_pages=partial(open_pages, limits),
-            tenants=self._tenant,
-        )
-        self.failure: BaseException | None = None
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def sessions(self) -> int:
-        """Sessions that are open or on their way out."""
-        return len(self.server.call(self.server.stats).result(DEADLINE_S).sessions)
-
-    def __enter__(self) -> Node:
-        self.host.open()
-        self.mover.open()
-        self._thread.start()
-        assert self._ready.wait(DEADLINE_S)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.server.stop(DEADLINE_S)
-        self._thread.join(DEADLINE_S)
-        self.mover.close()
-        self.server.close()
-        self.host.close()
-        if self.failure is not None:
-            raise self.failure
-        self.core.check_invariants()
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self.server.run(self._ready.set))
-        except Exception as error:  # noqa: BLE001 (handed to the test's thread)
-            self.failure = error
-        finally:
-            self._ready.set()
-
-    def _at(self, point: str, move: Move) -> None:
-        if point == "begin":
-            self.gate(move)
-
-    def _tenant(self, credential: str, user: int) -> str:
-        return f"uid:{user}"
 
 
 class Worker:
@@ -130,7 +61,7 @@ class Worker:
 @pytest.fixture
 def node() -> Iterator[Node]:
     """A running node."""
-    with folder() as path, Node(str(path / "s.sock")) as running:
+    with folder() as path, Node(path, host_chunks=8) as running:
         yield running
 
 
@@ -207,14 +138,8 @@ def test_an_engine_killed_in_the_middle_of_a_move_keeps_its_mapping_until_the_mo
 ) -> None:
     """SIGKILL an engine while its blocks are being copied: the daemon unmaps them only when the
     copy has ended, and then nothing of the engine is left."""
-    begun, go_on = threading.Event(), threading.Event()
-
-    def gate(move: Move) -> None:
-        if move.kind is MoveKind.STORE:
-            begun.set()
-            assert go_on.wait(DEADLINE_S)
-
-    node.gate = gate
+    gate = Gate()
+    node.hooks.move = lambda move: gate.hold()
     before = open_descriptors()
     script = (
         "import sys, time\n"
@@ -225,13 +150,13 @@ def test_an_engine_killed_in_the_middle_of_a_move_keeps_its_mapping_until_the_mo
         "time.sleep(300)\n"
     )
     engine = subprocess.Popen([sys.executable, "-c", script, node.path], cwd=ROOT)
-    assert begun.wait(DEADLINE_S)
+    assert gate.reached.wait(DEADLINE_S)
     engine.kill()
     engine.wait()
     maps = Path("/proc/self/maps")
     eventually(lambda: node.server.stats().sessions[0].phase == "closing")
     assert "memfd:doomed" in maps.read_text()
-    go_on.set()
+    gate.open()
     eventually(lambda: node.sessions() == 0)
     assert "memfd:doomed" not in maps.read_text()
     eventually(lambda: open_descriptors() == before)
@@ -247,18 +172,13 @@ def test_a_cancel_is_acknowledged_only_when_the_copy_has_ended(
     keys = worker.session.keys(TOKENS)
     stored = worker.session.store("r", keys, blocks_of(0, 1, 2, 3)).wait(DEADLINE_S)
     assert stored is not None
-    begun, go_on = threading.Event(), threading.Event()
-
-    def gate(move: Move) -> None:
-        begun.set()
-        assert go_on.wait(DEADLINE_S)
-
-    node.gate = gate
+    gate = Gate()
+    node.hooks.move = lambda move: gate.hold()
     ticket = worker.session.retrieve("q", keys, blocks_of(4, 5, 6, 7))
-    assert begun.wait(DEADLINE_S)
+    assert gate.reached.wait(DEADLINE_S)
     ticket.cancel()
     assert ticket.wait(0.02) is None
-    go_on.set()
+    gate.open()
     outcome = ticket.wait(DEADLINE_S)
     assert outcome is not None
     assert outcome.cancelled
@@ -272,19 +192,18 @@ def test_a_closed_session_has_a_fence(node: Node, start: Callable[[str], Worker]
     copy."""
     worker = start("e1")
     keys = worker.session.keys(TOKENS)
-    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    gate, ended = Gate(), threading.Event()
 
-    def gate(move: Move) -> None:
-        begun.set()
-        assert go_on.wait(DEADLINE_S)
+    def hold(move: Move) -> None:
+        gate.hold()
         ended.set()
 
-    node.gate = gate
+    node.hooks.move = hold
     ticket = worker.session.store("r", keys[:1], blocks_of(0))
-    assert begun.wait(DEADLINE_S)
+    assert gate.reached.wait(DEADLINE_S)
     worker.session.close(timeout_s=0.01)
     assert not ticket.done()
-    go_on.set()
+    gate.open()
     assert ticket.wait(DEADLINE_S) is not None
     assert ended.is_set()
 

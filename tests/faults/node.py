@@ -100,6 +100,10 @@ class Node:
         """The core's figures."""
         return self.ask(lambda: self.core.stats(0.0))
 
+    def sessions(self) -> int:
+        """Sessions that are open or on their way out."""
+        return len(self.ask(self.server.stats).sessions)
+
     def rest(self) -> None:
         """Wait until nothing is under way, nor waits for its write."""
         eventually(lambda: self.ask(self.core.idle))
