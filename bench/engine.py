@@ -9,24 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore import (
-    ChunkKeys,
-    Client,
-    LayerGroup,
-    Layout,
-    Namespace,
-    Shard,
-    TensorSpan,
-    Ticket,
-    create_host_memory,
-)
+from kvstore import ChunkKeys, Namespace, Ticket
+from tests.paged_engine import GROUP, WAIT_S, PagedEngine, Paging
 
-WAIT_S = 60.0
 _STEP, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 Bytes = NDArray[np.uint8]
@@ -61,50 +51,25 @@ def chunk_shape(chunks: int, chunk_bytes: int, page_bytes: int) -> Shape:
     return Shape(chunks, tensors, page_bytes)
 
 
-class BenchEngine:
+class BenchEngine(PagedEngine):
     """One engine with one rank. ``places(first, n)`` names room for n chunks, whose blocks lie
     scattered. A context manager."""
 
     def __init__(self, address: str, name: str, shape: Shape) -> None:
         self.shape = shape
-        self._address = address
-        self._name = name
-        self._memory = create_host_memory(name, shape.tensors * shape.blocks * shape.page_bytes)
-        whole = np.frombuffer(self._memory.buffer, np.uint8)
-        self.pages = whole.reshape(shape.tensors, shape.blocks, shape.page_bytes)
+        tokens_per_block = shape.tokens_per_chunk // shape.blocks_per_chunk
+        paging = Paging(
+            shape.tensors, shape.blocks, shape.page_bytes, tokens_per_block, shape.tokens_per_chunk
+        )
+        super().__init__(address, name, paging, lookup_timeout_s=30.0)
+        self._space = Namespace(model=f"bench/{name}", revision="1", format="bench/1")
         generator = np.random.default_rng(7)
         self._order = generator.permutation(shape.blocks)
         self._base = generator.integers(0, 1 << 63, shape.chunk_bytes // 8, np.uint64)
-        self._client = Client(address, lookup_timeout_s=30.0)
 
-    def __enter__(self) -> BenchEngine:
-        shape = self.shape
-        tensor_bytes = shape.blocks * shape.page_bytes
-        spans = tuple(
-            TensorSpan(i * tensor_bytes, shape.page_bytes, shape.page_bytes, shape.blocks)
-            for i in range(shape.tensors)
-        )
-        tokens_per_block = shape.tokens_per_chunk // shape.blocks_per_chunk
-        self.worker = self._client.register(
-            engine_id=self._name,
-            namespace=Namespace(model=f"bench/{self._name}", revision="1", format="bench/1"),
-            layout=Layout(
-                "uint8", shape.tokens_per_chunk, (LayerGroup("kv", tokens_per_block, None, spans),)
-            ),
-            memory=self._memory.describe(),
-            shard=Shard(),
-        )
-        assert self.worker.wait_ready(WAIT_S), "the daemon doesn't know the engine"
+    def __enter__(self) -> Self:
+        self.worker = self.join(self._space)
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._client.close()
-        self._memory.close()
 
     def keys(self, chunks: int, seed: int) -> ChunkKeys:
         """The keys of a prompt of so many chunks that only this seed has."""
@@ -137,11 +102,11 @@ class BenchEngine:
 
     def store(self, request: str, keys: ChunkKeys, blocks: Sequence[int]) -> Ticket:
         """Ask for a store."""
-        return self.worker.store(request, keys, {"kv": blocks})
+        return self.worker.store(request, keys, {GROUP: blocks})
 
     def retrieve(self, request: str, keys: ChunkKeys, blocks: Sequence[int]) -> Ticket:
         """Ask for a retrieve."""
-        return self.worker.retrieve(request, keys, {"kv": blocks})
+        return self.worker.retrieve(request, keys, {GROUP: blocks})
 
 
 def finish(ticket: Ticket) -> None:

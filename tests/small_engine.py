@@ -5,25 +5,12 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from types import TracebackType
 
 import numpy as np
 
-from kvstore import (
-    ChunkKeys,
-    Client,
-    LayerGroup,
-    Layout,
-    LookupResult,
-    Namespace,
-    Shard,
-    TensorSpan,
-    Ticket,
-    TransferOutcome,
-    create_host_memory,
-)
+from kvstore import ChunkKeys, HitStatus, LookupResult, Namespace, Ticket, TransferOutcome
 from kvstore.client_link import Ready
-from kvstore.core.messages import HitStatus
+from tests.paged_engine import GROUP, WAIT_S, PagedEngine, Paging
 
 TOKENS_PER_BLOCK = 4
 TOKENS_PER_CHUNK = 16
@@ -31,7 +18,6 @@ BLOCKS_PER_CHUNK = TOKENS_PER_CHUNK // TOKENS_PER_BLOCK
 BLOCK_BYTES = 4096
 TENSORS = 2
 CHUNK_BYTES = BLOCKS_PER_CHUNK * TENSORS * BLOCK_BYTES
-WAIT_S = 60.0
 
 
 def tokens(chunks: int, seed: int = 0) -> list[int]:
@@ -39,7 +25,7 @@ def tokens(chunks: int, seed: int = 0) -> list[int]:
     return [(seed * 7919 + i) % 50_000 for i in range(chunks * TOKENS_PER_CHUNK + 1)]
 
 
-class SmallEngine:
+class SmallEngine(PagedEngine):
     """One engine with one rank: ``chunks`` chunks of memory; chunk i lies in blocks [4i, 4i+4).
 
     What takes ``first`` deals with a prompt that lies from that chunk of the memory on. A lookup
@@ -58,36 +44,11 @@ class SmallEngine:
         *,
         lookup_timeout_s: float = WAIT_S,
     ) -> None:
-        self._blocks = chunks * BLOCKS_PER_CHUNK
-        self._memory = create_host_memory(name, TENSORS * self._blocks * self.block_bytes)
-        self._array = np.frombuffer(self._memory.buffer, np.uint8)
-        self._pages = self._array.reshape(TENSORS, self._blocks, self.block_bytes)
+        blocks = chunks * BLOCKS_PER_CHUNK
         size = self.block_bytes
-        spans = tuple(
-            TensorSpan(i * self._blocks * size, size, size, self._blocks) for i in range(TENSORS)
-        )
-        group = LayerGroup("full", TOKENS_PER_BLOCK, None, spans)
-        self.client = Client(address, lookup_timeout_s=lookup_timeout_s)
-        self.worker = self.client.register(
-            engine_id=name,
-            namespace=Namespace(model=model, revision="r1", format="test/1", alias=alias),
-            layout=Layout("float16", TOKENS_PER_CHUNK, (group,)),
-            memory=self._memory.describe(),
-            shard=Shard(),
-        )
-        assert self.worker.wait_ready(WAIT_S)
-
-    def __enter__(self) -> SmallEngine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.client.close()
-        self._memory.close()
+        paging = Paging(TENSORS, blocks, size, TOKENS_PER_BLOCK, TOKENS_PER_CHUNK)
+        super().__init__(address, name, paging, lookup_timeout_s)
+        self.worker = self.join(Namespace(model=model, revision="r1", format="test/1", alias=alias))
 
     def rejoin(self, process: int) -> None:
         """Wait until the daemon with this process ID serves it, where another one did before: a
@@ -111,7 +72,7 @@ class SmallEngine:
 
     def wipe(self) -> None:
         """Zero all of the memory."""
-        self._array[:] = 0
+        self.pages[:] = 0
 
     def right_chunks(self, keys: ChunkKeys, first: int = 0) -> int:
         """How many leading chunks hold their keys' patterns."""
@@ -171,10 +132,10 @@ class SmallEngine:
     def blocks(self, keys: ChunkKeys, first: int = 0) -> dict[str, list[int]]:
         """The blocks of a prompt that lies from this chunk on."""
         start = first * BLOCKS_PER_CHUNK
-        return {"full": list(range(start, start + len(keys) * BLOCKS_PER_CHUNK))}
+        return {GROUP: list(range(start, start + len(keys) * BLOCKS_PER_CHUNK))}
 
     def _chunk(self, chunk: int) -> np.ndarray:
-        return self._pages[:, chunk * BLOCKS_PER_CHUNK : (chunk + 1) * BLOCKS_PER_CHUNK]
+        return self.pages[:, chunk * BLOCKS_PER_CHUNK : (chunk + 1) * BLOCKS_PER_CHUNK]
 
 
 class LargeEngine(SmallEngine):
