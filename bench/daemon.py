@@ -18,9 +18,12 @@ _POLL_S = 0.002
 
 class BenchDaemon:
     """``kvstore serve`` with these settings; its NVMe folder lies in ``folder``, sockets in a short
-    one. A context manager."""
+    one. ``command`` starts another program than this checkout's. A context manager."""
 
-    def __init__(self, folder: Path, settings: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, settings: dict[str, str], command: tuple[str, ...] = ()
+    ) -> None:
+        self._command = command
         self._private = Path(tempfile.mkdtemp(prefix="kvb-"))
         self._disk = Path(tempfile.mkdtemp(prefix="nvme-", dir=folder))
         admin = f"unix:{self._private / 'admin.sock'}"
@@ -45,7 +48,7 @@ class BenchDaemon:
 
     def __enter__(self) -> BenchDaemon:
         try:
-            self.running.start()
+            self.running.start(*self._command)
             self._admin.__enter__()
         except BaseException:
             self._remove()
@@ -92,7 +95,7 @@ class BenchDaemon:
         """Stop it in order and start it again, on the same folders."""
         self._admin.__exit__(None, None, None)
         self.running.stop()
-        self.running.start()
+        self.running.start(*self._command)
         self._admin.__enter__()
 
     def drain(self) -> None:

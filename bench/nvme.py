@@ -2,11 +2,13 @@
 
 Reading: a prompt of 64 chunks of 4 MiB that only NVMe has, from the request to the acknowledgement,
 checksums and the scatter included. Beside it plain O_DIRECT ``preadv`` of the same slots in the
-same files, those that the daemon wrote, with as many threads. Writing: a prompt of 64 chunks that host
-memory has and NVMe hasn't, from the request that has it written until all of it is on NVMe: chunks
-are admitted at their second store (``nvme.admit_after``), which copies nothing. Then the same from
-a first store on, the copies into host memory included. Beside both plain O_DIRECT ``pwritev`` of as
-many bytes with as many threads. All overwrite extents that were written before.
+same files, those that the daemon wrote, with as many threads.
+
+Writing: a prompt of 64 chunks that host memory has and NVMe hasn't, from the request that has it
+written until all of it is on NVMe: chunks are admitted at their second store (``nvme.admit_after``)
+which copies nothing. And the same from a first store on, the copies into host memory included.
+Beside both plain O_DIRECT ``pwritev`` of as many bytes with as many threads. All overwrite extents
+that were written before.
 """
 
 from __future__ import annotations

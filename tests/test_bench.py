@@ -13,6 +13,7 @@ import pytest
 
 from bench.__main__ import NOT_MET, QUESTIONS, verdict
 from bench.harness import Row, at_least, at_most, interleave
+from bench.timeline import parts_of
 from tests.conftest import ROOT
 
 
@@ -39,6 +40,28 @@ def test_a_question_is_answered_at_a_small_size(name: str, tmp_path: Path) -> No
     assert any(row["bar"] for row in rows)
     assert {"cores", "cpu", "memory_gib", "commit", "stolen", "disk"} <= set(document)
     assert not list(tmp_path.iterdir()), "scratch files were left behind"
+
+
+def test_a_timeline_accounts_for_every_part_of_a_request() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.timeline", "--rounds", "6", "--warm"],
+        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["memcpy", "store", "retrieve"]
+    assert all(line.endswith("(5 of 5)") for line in lines[1:]), lines
+
+
+def test_the_parts_of_a_timeline_are_those_of_its_request() -> None:
+    copies = [("copy", 30 + n, 40 + n) for n in range(8)]
+    noted = [("receive", 2, 3), ("receive", 12, 20), *copies, ("send", 50, 60)]
+    parts = parts_of(("store", 10, 75), noted)
+    assert parts is not None
+    assert {name: round(seconds * 1e9) for name, seconds in parts.items()} == {
+        "asked": 2, "decided": 18, "copied": 17, "told": 13, "known": 15, "sum": 80,
+    }  # fmt: skip
+    assert parts_of(("store", 10, 45), noted) is None
 
 
 def test_sides_take_turns() -> None:
