@@ -66,6 +66,13 @@ def test_chunks_spread_over_the_nodes(cluster: Cluster) -> None:
         assert (stats.nodes, stats.nodes_up, stats.server_mode) == (3, 3, "cluster")
 
 
+def test_a_node_of_a_cluster_is_no_single_server(cluster: Cluster) -> None:
+    """Two thirds of the names would be elsewhere: the state says which address to use."""
+    with opened(cluster.nodes[0].url) as ours:
+        wait_until(lambda: "redis+cluster://" in ours.tier.stats().state, "the state says so")
+        assert ours.told == []
+
+
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_lost_node_costs_its_own_keys(cluster: Cluster, number: int) -> None:
     """Whichever it is, also one with a copy of the epoch: its chunks are misses, the others' are

@@ -19,7 +19,7 @@ from kvstore.tiers.redis_lane import Lane, Reply, ReplyError
 from kvstore.tiers.redis_names import RedisNames
 from kvstore.tiers.redis_node import RedisNode
 from kvstore.tiers.redis_servers import RedisServers
-from kvstore.tiers.redis_settings import RedisSettings
+from kvstore.tiers.redis_settings import RedisMode, RedisSettings
 
 ROUND_S = 2.0
 DISCOVERY_S = 1.0
@@ -128,7 +128,12 @@ class RedisWatch:
         for reply in (pong, exists):
             if isinstance(reply, ReplyError) and reply.code not in _ELSEWHERE:
                 raise reply
-        self.server = _kind(info) or self.server
+        fields = _fields(info)
+        # Valkey's name for it, then Redis's.
+        mode = fields.get("server_mode") or fields.get("redis_mode")
+        if mode == "cluster" and self.servers.mode is not RedisMode.CLUSTER:
+            raise ReplyError("it is a node of a Cluster; its address begins with redis+cluster://")
+        self.server = _kind(fields) or self.server
 
     def _is_lost(self) -> bool:
         """Whether the registry lacks what was entered."""
@@ -168,13 +173,14 @@ def _epoch(name: bytes, before: bytes) -> int:
     return int(digits) if digits.isdigit() and len(digits) < 20 else 1 << 64
 
 
-def _kind(info: Reply) -> str:
-    """``Valkey 9.1.2`` from INFO's text."""
-    if not isinstance(info, bytes):
-        return ""
-    fields = dict(
-        line.split(":", 1) for line in info.decode("utf-8", "replace").splitlines() if ":" in line
-    )
+def _fields(info: Reply) -> dict[str, str]:
+    """INFO's text, where we may have it."""
+    lines = info.decode("utf-8", "replace").splitlines() if isinstance(info, bytes) else []
+    return dict(line.split(":", 1) for line in lines if ":" in line)
+
+
+def _kind(fields: dict[str, str]) -> str:
+    """``Valkey 9.1.2`` from INFO."""
     for name, kind in (("valkey_version", "Valkey"), ("redis_version", "Redis")):
         if name in fields:
             return f"{kind} {fields[name]}"
