@@ -40,6 +40,7 @@ class Looking:
         """Answer a lookup, or say that its answer is pending."""
         state, engine = self._state, session.engine
         space, chunks = _space(state, engine), 0
+        self.probing.finish(session, message.request)
         if space is not None and message.keys:
             lease = state.leases.renew(engine.key, message.request, message.keys, state.now)
             if lease is not None:

@@ -101,7 +101,6 @@ class Probing:
         """Have a lookup wait for its probe, which may be out already; False: it gets its local
         answer now."""
         limits, size = self._limits, len(message.keys)
-        self.forget(session, message.request)
         full = len(self._waiting) >= limits.waiters_max
         if full or self._waiting_bytes + size > limits.waiting_bytes_max:
             return False
@@ -113,6 +112,13 @@ class Probing:
         self._waiting_bytes += size
         out.waiters.append(waiter)
         return True
+
+    def finish(self, session: Session, request: str) -> None:
+        """The session asks anew: a lookup of the request that is pending gets its answer now."""
+        waiter = self._waiting.get((session.id, request))
+        if waiter is not None:
+            self._take(waiter)
+            self._answer(waiter)
 
     def forget(self, session: Session, request: str) -> None:
         """The session doesn't want the answer any more; what it was promised is a miss."""

@@ -206,18 +206,33 @@ def test_an_error_or_a_tier_that_goes_down_gives_the_local_answer() -> None:
     assert remote_stats(node).probes_failed == 2
 
 
-def test_a_release_and_other_keys_end_the_wait_with_a_miss() -> None:
+def test_a_release_ends_the_wait_with_a_miss() -> None:
     """Each PENDING is followed by exactly one answer, and no lease is taken for nobody."""
     fleet, node, engine = sharing(3)
     released = ask(engine, engine.chain(3).data)
     engine.release("r")
     assert told(engine, released) == [PENDING, ("MISS", 0)]
-    replaced = ask(engine, engine.chain(3).data, "other")
-    ask(engine, engine.chain(2).data, "other")
-    assert told(engine, replaced) == [PENDING, ("MISS", 0)]
     fleet.answer(node)
-    assert node.stats().leases == 1
+    assert node.stats().leases == 0
     assert told(engine, released) == [PENDING, ("MISS", 0)]
+
+
+def test_a_lookup_that_is_asked_anew_gets_its_local_answer() -> None:
+    """With the same keys, as a client does that has waited for long; or with others, which wait for
+    themselves."""
+    fleet, node, engine = sharing(3)
+    engine.put(engine.chain(3)[:1])
+    node.remote.clear()
+    first = ask(engine, engine.chain(3).data)
+    second = ask(engine, engine.chain(3).data)
+    assert told(engine, first) == [PENDING, ("HIT", 1)]
+    assert told(engine, second) == [("HIT", 1)]
+    first = ask(engine, engine.chain(3).data, "other")
+    second = ask(engine, engine.chain(2).data, "other")
+    assert told(engine, first) == [PENDING, ("HIT", 1)]
+    assert told(engine, second) == [PENDING]
+    fleet.answer(node)
+    assert told(engine, second) == [PENDING, ("HIT", 2)]
 
 
 def test_a_session_that_is_lost_is_told_nothing() -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 
 from tests.sim.errors import SimulationError
 from tests.sim.faults import Fault
+from tests.sim.fleets import simulate_fleet
 from tests.sim.run import STEPS, simulate
 
 FAILED_MAX = 20
@@ -21,6 +22,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="the first seed; default: the time")
     parser.add_argument("--count", type=int, default=0, help="run this many seeds")
     parser.add_argument("--steps", type=int, default=STEPS, help="actions a seed")
+    parser.add_argument(
+        "--fleets",
+        action="store_true",
+        help="two daemons that share a remote tier; else every "
+        "fourth seed is such a one unless it is alone",
+    )
     parser.add_argument("--quiet", action="store_true", help="only the first line of a failure")
     options = parser.parse_args()
     first = int(time.time() * 1000) if options.seed is None else options.seed
@@ -29,7 +36,9 @@ def main() -> int:
     failed = seeds = 0
     while (spent_s(begun) < options.seconds or seeds < options.count) and failed < FAILED_MAX:
         try:
-            totals.update(simulate(first + seeds, options.steps))
+            fleet = options.fleets or (options.count != 1 and seeds % 4 == 3)
+            run = simulate_fleet if fleet else simulate
+            totals.update(run(first + seeds, options.steps))
         except SimulationError as error:
             failed += 1
             text = str(error)

@@ -27,6 +27,7 @@ from kvstore.core.messages import (
 )
 from tests.sim import loads
 from tests.sim.faults import Fault
+from tests.sim.model import is_pending
 from tests.sim.nonsense import nonsense, stranger, tangled
 from tests.sim.shapes import TOKENS_PER_CHUNK, EngineShape
 from tests.sim.views import SessionView
@@ -45,6 +46,7 @@ class Job:
     stored: int = 0
     open: int = 0
     stage: str = "new"
+    pending: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -178,6 +180,8 @@ class FakeEngine:
         """The daemon died."""
         self.workers.clear()
         self.scheduler = None
+        for job in self.jobs:
+            job.pending = False
         self.closing = 0
         self.tickets.clear()
 
@@ -220,9 +224,11 @@ class FakeEngine:
     def _advance(self, job: Job) -> None:
         """One step of a request, in the order in which an engine takes them, mostly."""
         rng = self.world.rng
-        if job.open or not self.workers:
+        if job.open or not self.workers or (job.pending and rng.random() < 0.9):
             return
-        if job.stage == "new" or rng.random() < 0.1:
+        if job.pending and rng.random() < 0.3:
+            self._end(job)
+        elif job.stage == "new" or rng.random() < 0.1:
             self._lookup(job)
         elif job.stage == "looked":
             job.stage = "computed"
@@ -240,7 +246,8 @@ class FakeEngine:
         session = self.world.rng.choice(sessions)
 
         def answered(reply: Reply) -> None:
-            if isinstance(reply.body, LookupReply):
+            job.pending = is_pending(reply.body)
+            if isinstance(reply.body, LookupReply) and not job.pending:
                 job.hit = reply.body.chunks
                 job.stage = "looked" if job.stage == "new" else job.stage
 

@@ -45,7 +45,7 @@ def check_answered(world: Owing, name: tuple[SessionID, int], sent: Message) -> 
     """A lookup, a release and a cancel are answered at once; and a cancelled transfer ends at once,
     unless a Move still uses its blocks or steps are left."""
     model = world.model
-    if isinstance(sent, INSTANT) and name in model.open:
+    if isinstance(sent, INSTANT) and name in model.open and name not in model.pending:
         raise SimulationError(f"s{name[0]} #{name[1]}: {sent} isn't answered at once")
     if isinstance(sent, Cancel) and not world.goes_on():
         ticket = model.tickets.get((name[0], sent.transfer))
@@ -84,6 +84,8 @@ def check_room(service: Service, view: SessionView, sent: Message, before: int) 
 def check_write(move: Move, manifest: tuple[SpaceRecord, ...], scanned: set[Place] | None) -> None:
     """A WRITE is of an epoch that is durable, and goes where the scan has been."""
     if move.kind is not MoveKind.WRITE or move.target is None:
+        return
+    if move.target.tier is TierName.REDIS:
         return
     head = move.header
     durable = {(s.tenant, s.namespace): s.epoch for s in manifest}

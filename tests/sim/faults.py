@@ -48,6 +48,20 @@ class Fault(Enum):
     MANIFEST_KEPT = "it dies after the manifest is durable, before it knows"
     TIER_RESIZED = "it comes back with another size of a tier"
     MANIFEST_FAILS = "the manifest can't be written"
+    # the remote tier that daemons share
+    REDIS_DOWN = "the remote tier can't be reached from one node, which notices sooner or later"
+    REDIS_UP = "it can be reached, for the first time or again"
+    REDIS_SLOW = "its answers take 5 to 200 times as long for a while"
+    REDIS_FULL = "it refuses writes for a while: out of memory"
+    REDIS_LOSES = "it loses values"
+    REDIS_DAMAGED = "a bit flips in a value"
+    REDIS_MISPLACED = "two values lie under each other's names"
+    REDIS_READ_FAILS = "a READ from it fails: reset, timeout"
+    REDIS_WRITE_FAILS = "a WRITE to it fails, before or after it was carried out"
+    PROBE_FAILS = "a probe ends with an error"
+    PROBE_LATE = "a probe's answer comes after the lookup's deadline"
+    REDIS_CLEAR_FAILS = "a clear of the fleet fails, with the epochs raised or not"
+    EPOCH_RAISED = "another node clears the fleet's chunks while this one is promised some"
     # engines
     PEER_LOST = "a connection breaks"
     PEER_LOST_IN_TRANSFER = "a connection breaks while its Moves run"
@@ -94,6 +108,23 @@ class Faults:
     sick_rank: float = 0.1
 
 
+@dataclass(frozen=True, slots=True)
+class FleetFaults:
+    """Probabilities of what befalls a remote tier: of an action of the world (``*_rate``), or of
+    each Move, probe and clear."""
+
+    down_rate: float = 0.01
+    slow_rate: float = 0.01
+    full_rate: float = 0.005
+    lose_rate: float = 0.03
+    damage_rate: float = 0.02
+    misplace_rate: float = 0.01
+    move_fails: float = 0.03
+    probe_fails: float = 0.03
+    clear_fails: float = 0.2
+
+
+NONE_OF_FLEET = FleetFaults(**{field.name: 0.0 for field in fields(FleetFaults)})
 NONE = Faults(**{field.name: 0.0 for field in fields(Faults)})
 """A world in which nothing goes wrong and nobody leaves."""
 

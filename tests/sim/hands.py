@@ -36,6 +36,7 @@ from tests.sim.media import (
     Record,
     extent,
 )
+from tests.sim.node import Node, is_remote
 from tests.sim.rules import Running, blocks_of, check_start
 
 FAILURES = {
@@ -77,6 +78,7 @@ class Hands:
         self.no_growth_until = 0.0
         """No slab file may be made before, as there was no room; ``growing`` were begun by then."""
         self.growing: set[int] = set()
+        self.node: Node | None = None
         self._clock = clock
         self._device = device
         self._cuts: dict[tuple[TierName, int], int] = {}
@@ -86,7 +88,8 @@ class Hands:
         blocks = blocks_of(self, move)
         check_start(self, move, blocks, self._clock.now)
         running = Running(move, blocks, self._fate(move))
-        running.homeless = running.status is MoveStatus.NO_SPACE and self._is_homeless(move)
+        full = running.status is MoveStatus.NO_SPACE and not is_remote(move)
+        running.homeless = full and self._is_homeless(move)
         self._note_cut(move.target)
         self.running[move.id] = running
         self._clock.later(self._pause(move) / 4, lambda: self._begin(running))
@@ -112,6 +115,8 @@ class Hands:
     def crash(self) -> None:
         """The daemon dies: what a write or an erase in flight leaves is up to chance."""
         for running in self.running.values():
+            if is_remote(running.move):
+                continue
             if running.move.kind is MoveKind.WRITE and not running.ended:
                 if not running.begun and self._clock.rng.random() < 0.5:
                     self._begin_write(running)
@@ -142,13 +147,15 @@ class Hands:
                 self.arena.put(_place(move.target), _content(move.header, halves))
             case MoveKind.LOAD:
                 self._scatter(running, 0)
+            case MoveKind.READ if self.node is not None and is_remote(move):
+                self.node.begin_read(running, self.arena)
             case MoveKind.READ:
                 record = self.disk.get(_place(move.source))
                 halves = list(record.first) if record else []
                 self.arena.put(_place(move.target), _content(move.header, halves))
-            case MoveKind.WRITE:
+            case MoveKind.WRITE if not is_remote(move):
                 self._begin_write(running)
-            case MoveKind.ERASE:
+            case MoveKind.WRITE | MoveKind.ERASE:
                 pass
         self._clock.later(self._pause(move), lambda: self._end(running))
 
@@ -167,6 +174,8 @@ class Hands:
                     self._scatter(running, 1)
             case MoveKind.READ:
                 self._end_read(running)
+            case MoveKind.WRITE if self.node is not None and is_remote(move):
+                self.node.end_write(running, self.arena)
             case MoveKind.WRITE:
                 self._end_write(running)
             case MoveKind.ERASE:
@@ -179,9 +188,10 @@ class Hands:
         del self.running[move.id]
         if any(o.move.kind is move.kind and o.move.id < move.id for o in self.running.values()):
             self._clock.saw(Fault.MOVES_OUT_OF_ORDER)
-        if running.status is MoveStatus.NO_SPACE:
+        if running.status is MoveStatus.NO_SPACE and not is_remote(move):
             self.no_growth_until = self._clock.now + self.limits.nvme_retry_s
-            writes = [o.move for o in self.running.values() if o.move.kind is MoveKind.WRITE]
+            moves = [o.move for o in self.running.values() if not is_remote(o.move)]
+            writes = [move for move in moves if move.kind is MoveKind.WRITE]
             self.growing = {_place(one.target).slab for one in writes}
         self._clock.moved(move, Moved(move.id, running.status))
 
@@ -196,16 +206,20 @@ class Hands:
 
     def _end_read(self, running: Running) -> None:
         move = running.move
-        record = self.disk.get(_place(move.source))
+        remote, sequence = is_remote(move), move.header.sequence
+        record = running.old if remote else self.disk.get(_place(move.source))
         content = self.arena.contents[_place(move.target)]
-        if record is None or not record.legible:
+        if running.status is MoveStatus.FAILED and remote:
+            return
+        epoch = move.header.epoch if remote else None if record is None else record.header.epoch
+        if record is None or not record.legible or epoch is None:
             running.status = MoveStatus.CORRUPT
-        elif replace(record.header, sequence=move.header.sequence) != move.header:
+        elif replace(record.header, sequence=sequence, epoch=epoch) != move.header:
             running.status = MoveStatus.FOREIGN
             self._clock.saw(Fault.READ_FOREIGN)
         elif record.checksum != (tuple(content.first), tuple(record.second)):
             running.status = MoveStatus.CORRUPT
-        if running.status is MoveStatus.CORRUPT:
+        if running.status is MoveStatus.CORRUPT and not remote:
             self._clock.saw(Fault.READ_CORRUPT)
         if running.status is MoveStatus.OK and record is not None:
             content.second = list(record.second)
@@ -243,6 +257,8 @@ class Hands:
 
     def _fate(self, move: Move) -> MoveStatus:
         kind, clock, device = move.kind, self._clock, self._device
+        if self.node is not None and is_remote(move):
+            return self.node.fate(move)
         memory = None if move.session is None else self.memories.get(move.session)
         chance = self.faults.erase_fails if kind is MoveKind.ERASE else self.faults.move_fails
         if memory is not None and memory.fails:
@@ -266,6 +282,8 @@ class Hands:
 
     def _pause(self, move: Move) -> float:
         rng, clock = self._clock.rng, self._clock
+        if self.node is not None and is_remote(move):
+            return self.node.pause()
         memory = None if move.session is None else self.memories.get(move.session)
         pace = 1.0 if memory is None else memory.pace
         pause_s = rng.uniform(0.0001, 0.01) * pace
@@ -280,7 +298,7 @@ class Hands:
         return self._device.delay(move.kind, pause_s, clock.now)
 
     def _note_cut(self, place: Place | None) -> None:
-        if place is not None:
+        if place is not None and place.tier is not TierName.REDIS:
             before = self._cuts.get((place.tier, place.slab), place.slot_bytes)
             self._cuts[place.tier, place.slab] = place.slot_bytes
             if before != place.slot_bytes:

@@ -45,12 +45,14 @@ def clears_in_steps(service: Service) -> bool:
     return service._clearing.running()
 
 
-def check_hit(service: Service, view: SessionView, keys: list[bytes]) -> None:
+def check_hit(service: Service, view: SessionView, request: str, keys: list[bytes]) -> None:
     """Raise SimulationError unless each chunk of a hit is in some tier, and all above it too."""
     state = service._state
     space = state.spaces.find(*view.space())
-    for key in keys:
-        found = False
+    lease = state.leases.of(view.engine(), request)
+    for depth, key in enumerate(keys):
+        found = lease is not None and lease.found is not None and lease.space is space
+        found = found and lease.found.has(Part.FULL, depth)  # type: ignore[union-attr]
         for tree in state.directory.trees():
             copy = None if space is None else tree.find(space, key)
             found = found or (copy is not None and copy.visible() and _is_rooted(copy))

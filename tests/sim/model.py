@@ -35,13 +35,12 @@ from kvstore.core.messages import (
     SpaceRecord,
     Store,
 )
+from tests.sim.cells import PartKey, compare, fill
 from tests.sim.errors import SimulationError
 from tests.sim.hands import Hands
-from tests.sim.media import BlockID, Half, Pattern, unpack
+from tests.sim.media import Half, Pattern, unpack
 from tests.sim.views import SessionView, SpaceKey, SpaceView, TicketView, fits, split
 
-PartKey = tuple[str, bytes, bytes, int, Part]
-"""(tenant, namespace digest, key, shard, part)."""
 Name = tuple[SessionID, int]
 """A request: its session and its number."""
 LeaseKey = tuple[str, str, str]
@@ -64,6 +63,9 @@ class Surroundings(Protocol):
     def returned(self, ticket: TicketView) -> None:
         """A ticket's blocks are the engine's again."""
 
+    def raised(self, body: Cleared) -> dict[SpaceKey, int]:
+        """The fleet's epochs that a clear has raised."""
+
 
 @dataclass(slots=True)
 class Seen:
@@ -82,9 +84,15 @@ class Model:
     lease_s: float
     windows_count: bool
     """Whether windows must be found too: only where nothing is ever evicted."""
+    wait_s: float = 0.0
+    """How long a lookup may be pending."""
     spaces: dict[SpaceKey, SpaceView] = field(default_factory=dict)
     sessions: dict[SessionID, SessionView] = field(default_factory=dict)
     open: dict[Name, Message] = field(default_factory=dict)
+    pending: dict[Name, float] = field(default_factory=dict)
+    """Lookups that were told to wait, and when."""
+    newest: dict[PartKey, int] = field(default_factory=dict)
+    """The fleet's epoch under which a part was last stored in the remote tier, by any node."""
     tickets: dict[Name, TicketView] = field(default_factory=dict)
     detached: set[SessionID] = field(default_factory=set)
     landed: dict[PartKey, int] = field(default_factory=dict)
@@ -108,11 +116,20 @@ class Model:
             storing = isinstance(message, Store)
             clears = 0 if view is None else view.clears if storing else view.cleared
             ticket = TicketView(message, session, session.space(), clears, world.disturbances())
+            ticket.fleet_epoch = 0 if view is None else view.fleet_epoch
             self.tickets[name] = ticket
             if storing:
-                _fill(ticket)
+                fill(ticket)
         if isinstance(message, Release):
             self.seen.pop((*session.engine(), message.request), None)
+            self._abandon(request.session, message.request)
+
+    def _abandon(self, session: SessionID, request: str) -> None:
+        """A request whose lookup is pending is released: its answer may be anything."""
+        for name in [name for name in self.pending if name[0] == session]:
+            lookup = self.open[name]
+            if isinstance(lookup, Lookup) and lookup.request == request:
+                self.open[name] = Lookup(request, b"")
 
     def clear(self, name: Name, tenant: str | None, model: str | None) -> None:
         """A clear is about to be delivered."""
@@ -132,9 +149,16 @@ class Model:
                 raise SimulationError(f"a push of {reply.body}")
             self._engine_state(reply.session, reply.body)
             return
-        message = self.open.pop((reply.session, reply.id), None)
-        if message is None:
+        name = (reply.session, reply.id)
+        if is_pending(reply.body) and name in self.open and name not in self.pending:
+            self.pending[name] = world.now
+            self.counts["pending"] += 1
+            return
+        message = self.open.pop(name, None)
+        if message is None or is_pending(reply.body):
             raise SimulationError(f"a second reply, or one to nothing: {reply}")
+        if self.pending.pop(name, world.now) < world.now - self.wait_s:
+            raise SimulationError(f"s{name[0]} #{name[1]} was pending for too long")
         self._judge(reply, message, world)
 
     def _judge(self, reply: Reply, message: Message, world: Surroundings) -> None:
@@ -150,7 +174,7 @@ class Model:
                     self._forget_leases(self.sessions[reply.session])
                 self._engine_state(reply.session, body)
             case Cleared():
-                self._cleared(name, world)
+                self._cleared(name, body, world)
             case Refused():
                 self.counts["refused " + type(message).__name__] += 1
                 if ticket is not None:
@@ -177,7 +201,7 @@ class Model:
                 raise SimulationError(f"s{name[0]} #{name[1]} isn't kept from its head: {body}")
             self._acknowledge(ticket, body)
         else:
-            _compare(ticket, body)
+            compare(ticket, body, self.newest)
         world.returned(ticket)
 
     def _fill_gaps(self, ticket: TicketView, done: bytes) -> bytes:
@@ -198,7 +222,7 @@ class Model:
                 if not body.done[chunk] or not whole:
                     continue
                 name = (*ticket.space, key, ticket.session.shard(), part)
-                if name not in self.landed:
+                if name not in self.landed and name not in self.newest:
                     raise SimulationError(f"{key.hex()[:6]} {part.name} acknowledged unwritten")
                 self.acked[name] = (ticket.clears, ticket.disturbances)
 
@@ -261,7 +285,8 @@ class Model:
                     if not layout.part_groups(part):
                         continue
                     name = (*session.space(), key, shard, part)
-                    if view is None or self.landed.get(name, -1) < view.cleared:
+                    there = view is not None and self.newest.get(name, -1) >= view.fleet_epoch
+                    if view is None or (self.landed.get(name, -1) < view.cleared and not there):
                         what = f"{key.hex()[:6]} shard {shard} {part.name}"
                         raise SimulationError(f"a hit on {what}, which isn't there")
 
@@ -281,8 +306,12 @@ class Model:
 
     # ------------------------------------------------------------ clears, sessions, restarts
 
-    def _cleared(self, name: Name, world: Surroundings) -> None:
+    def _cleared(self, name: Name, body: Cleared, world: Surroundings) -> None:
         self.counts["cleared"] += 1
+        raised = world.raised(body)
+        for key, epoch in raised.items():
+            if key in self.spaces:
+                self.spaces[key].fleet_epoch = max(epoch, self.spaces[key].fleet_epoch)
         durable = {(s.tenant, s.namespace): s.epoch for s in world.manifest}
         for key, clears in self.clearing.pop(name):
             view = self.spaces[key]
@@ -310,6 +339,7 @@ class Model:
         ends its engine's leases."""
         for name in [name for name in self.open if name[0] == session]:
             del self.open[name]
+            self.pending.pop(name, None)
         view = self.sessions[session]
         if view.joined and view.memory is not None:
             self._forget_leases(view)
@@ -333,38 +363,9 @@ class Model:
             self.sessions, self.open, self.tickets, self.clearing, self.seen, self.acked
         ):  # fmt: skip
             mapping.clear()
+        self.pending.clear()
 
 
-def _compare(ticket: TicketView, body: Completed) -> None:
-    """The blocks of each chunk that is done hold the chunk."""
-    layout, memory = ticket.session.shape.layout, ticket.session.memory
-    for chunk, key in enumerate(ticket.keys()):
-        if not body.done[chunk] or memory is None:
-            continue
-        for part in Part:
-            blocks = ticket.chunk_blocks(layout, chunk, part)
-            for pattern, block in zip(ticket.patterns(key, layout, part), blocks, strict=True):
-                if block[1] != NULL_BLOCK:
-                    _check_cell(pattern, memory.cells[block], block)
-
-
-def _fill(ticket: TicketView) -> None:
-    """The engine has computed the chunks that it stores."""
-    memory, layout = ticket.session.memory, ticket.session.shape.layout
-    if memory is None:
-        return
-    for chunk, key in enumerate(ticket.keys()):
-        for part in Part:
-            blocks = ticket.chunk_blocks(layout, chunk, part)
-            for pattern, block in zip(ticket.patterns(key, layout, part), blocks, strict=True):
-                if block[1] != NULL_BLOCK:
-                    memory.cells[block] = [pattern, pattern]
-
-
-def _check_cell(wanted: Pattern, cell: list[Half], block: BlockID) -> None:
-    """A block holds one pattern, the right one, and not from before a clear."""
-    for half in cell:
-        if not isinstance(half, Pattern) or half[:5] != wanted[:5] or half != cell[0]:
-            raise SimulationError(f"wrong bytes in block {block}: {cell} instead of {wanted}")
-        if half.clears < wanted.clears:
-            raise SimulationError(f"block {block} holds bytes from before a clear: {cell}")
+def is_pending(body: object) -> bool:
+    """Whether an answer says that another one follows."""
+    return isinstance(body, LookupReply) and body.status is HitStatus.PENDING

@@ -9,7 +9,7 @@ everything was cleared, no slot is in use, nor after another start.
 from __future__ import annotations
 
 from kvstore.core.changes import Watch
-from kvstore.core.keys import prefix_keys
+from kvstore.core.keys import ChunkKeys, prefix_keys
 from kvstore.core.layout import Part
 from kvstore.core.limits import slot_bytes
 from kvstore.core.messages import (
@@ -24,6 +24,7 @@ from kvstore.core.messages import (
 )
 from tests.sim.actors import FakeEngine
 from tests.sim.errors import SimulationError
+from tests.sim.model import is_pending
 from tests.sim.shapes import NVME_SLAB_BYTES, TOKENS_PER_CHUNK, EngineShape
 from tests.sim.views import SessionView
 from tests.sim.watchers import Watchers
@@ -56,17 +57,17 @@ class Quiesce:
         """Nobody asks for more: all ends that was begun, and nothing is held for nobody."""
         world = self.world
         world.calm()
-        self._until_answered()
+        self.until_answered()
         world.run_until(world.service.idle)
         world.run_for(max(world.limits.lease_s, world.limits.nvme_retry_s) + 6.0)
         world.run_until(world.service.idle)
-        self._must_hold_nothing("leases", "moves", "backlog", "pins", "stores", "full")
+        self._must_hold_nothing("leases", "moves", "backlog", "pins", "stores", "full", "remote")
         self.watchers.check()
 
     def probe(self) -> None:
         """A new prompt is stored, found and retrieved by each engine that is whole."""
         for engine in self.engines:
-            if self._complete(engine) and engine.namespace() and self._fits(engine.shape):
+            if self.complete(engine) and engine.namespace() and self.fits(engine.shape):
                 self._probe(engine)
 
     def close(self) -> None:
@@ -85,9 +86,9 @@ class Quiesce:
         """After a clear of everything no slot is in use: none was lost on the way, and none comes
         back when the daemon starts anew."""
         self.world.clear(None, None)
-        self._until_answered()
+        self.until_answered()
         self._sweep()
-        self._must_hold_nothing("slots", "staging", "reads", "batches")
+        self._must_hold_nothing("slots", "staging", "reads", "batches", "remote")
         self._must_hold_nothing("keys of leases", "engines with leases")
         self.world.crash()
         self._sweep()
@@ -100,23 +101,23 @@ class Quiesce:
         trees = list(world.service._state.directory.trees())
         world.run_until(lambda: not any(tree.sweeping() for tree in trees))
 
-    def _until_answered(self) -> None:
+    def until_answered(self) -> None:
         """All that was asked is answered, but for what is asked until something changes."""
         messages = self.world.model.open
         self.world.run_until(lambda: all(type(one) is Watch for one in messages.values()))
 
     # ------------------------------------------------------------ probes
 
-    def _complete(self, engine: FakeEngine) -> bool:
+    def complete(self, engine: FakeEngine) -> bool:
         """Start all processes of an engine; tells whether they could be."""
         for _ in range(len(engine.shape.shards) + 1):
             engine.join()
         views = [*engine.workers.values(), engine.scheduler]
         whole = len(engine.workers) == len(engine.shape.shards)
-        self._until_answered()
+        self.until_answered()
         return whole and all(view is not None and view.joined for view in views)
 
-    def _fits(self, shape: EngineShape) -> bool:
+    def fits(self, shape: EngineShape) -> bool:
         """Whether each size of slot that the probe needs has its fair share of the host tier."""
         sizes = {one for engine in self.engines for one in _sizes(engine.shape)}
         share = self.world.limits.host.slabs // len(sizes)
@@ -131,22 +132,27 @@ class Quiesce:
         self._probes += 1
         tokens = [1_000_000 + self._probes, *range(_chunks(engine.shape) * TOKENS_PER_CHUNK - 1)]
         keys = prefix_keys(engine.namespace(), TOKENS_PER_CHUNK, tokens)
-        blocks = [engine.lend(view, len(keys)) for view in views]
-        for view, lent in zip(views, blocks, strict=True):
-            self._send(view, Store("probe", keys.data, keys.first, keys.parent, lent))
-        self._until_answered()
+        self.store(engine, keys)
         for view in views:
             body = self._answer(view, Lookup(f"probe-{view.id}", keys.data))
             if not isinstance(body, LookupReply) or body.chunks < len(keys):
                 raise SimulationError(f"s{view.id} finds {body} of what it has just stored")
         for view in views:
-            self._send(view, Retrieve("probe", keys.data, engine.lend(view, len(keys))))
-        self._until_answered()
+            self.send(view, Retrieve("probe", keys.data, engine.lend(view, len(keys))))
+        self.until_answered()
         for view in views:
             self._answer(view, Release(f"probe-{view.id}"))
         world.run_until(world.service.idle)
         self._must_be_written(engine, [bytes(key) for key in keys])
         world.model.counts["probes"] += 1
+
+    def store(self, engine: FakeEngine, keys: ChunkKeys) -> None:
+        """All ranks store a prompt, and are told that it is kept."""
+        views = list(engine.workers.values())
+        blocks = [engine.lend(view, len(keys)) for view in views]
+        for view, lent in zip(views, blocks, strict=True):
+            self.send(view, Store("probe", keys.data, keys.first, keys.parent, lent))
+        self.until_answered()
 
     def _must_be_written(self, engine: FakeEngine, keys: list[bytes]) -> None:
         """The probe is on NVMe, if there is one that takes all there is and has room for it."""
@@ -165,7 +171,7 @@ class Quiesce:
                 raise SimulationError(f"all is quiet, but {key.hex()[:6]} isn't written")
         world.model.counts["probes written"] += 1
 
-    def _send(self, view: SessionView, message: Store | Retrieve) -> None:
+    def send(self, view: SessionView, message: Store | Retrieve) -> None:
         def ended(body: Completed | None) -> None:
             if body is None or 0 in body.done:
                 raise SimulationError(f"all is quiet, but s{view.id} gets {body} for {message}")
@@ -175,7 +181,8 @@ class Quiesce:
     def _answer(self, view: SessionView, message: Lookup | Release) -> object:
         replies: list[Reply] = []
         self.world.request(view.id, message, replies.append)
-        return replies[0].body
+        self.world.run_until(lambda: not is_pending(replies[-1].body))
+        return replies[-1].body
 
     # ------------------------------------------------------------ leaks
 
@@ -194,6 +201,7 @@ class Quiesce:
             "slots": sum(tier.slots_used for tier in stats.tiers),
             "staging": sum(bool(slot.holders) for slot in state.directory.staging()),
             "reads": world.service._reads.reading(),
+            "remote": _held_of_remote(world),
             "batches": len(state.batches._batches),
             "keys of leases": state.leases._key_bytes,
             "engines with leases": len(state.leases._engines) + len(state.leases._lost),
@@ -201,6 +209,15 @@ class Quiesce:
         left = {name: held[name] for name in names if held[name]}
         if left:
             raise SimulationError(f"nothing goes on, but something is still held: {left}")
+
+
+def _held_of_remote(world: World) -> int:
+    """What the core keeps of probes, reads and writes of the remote tier."""
+    service = world.service
+    probing, sharing, reads = service._probing, service._sharing, service._reads
+    waits = len(probing._waiting) + len(probing._out) + len(probing._open) + len(sharing)
+    kept = len(probing._due) + len(sharing._given_up) + probing._waiting_bytes
+    return waits + kept + len(reads._names) + len(reads._origins) + len(reads._staged)
 
 
 def _chunks(shape: EngineShape) -> int:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvstore.core.keys import NO_PARENT
 from kvstore.core.layout import NULL_BLOCK, Layout, Part
-from kvstore.core.limits import ALIGN_BYTES, HEADER_BYTES, Limits
+from kvstore.core.limits import ALIGN_BYTES, HEADER_BYTES, Limits, RemoteLimits
 from kvstore.core.messages import (
     ChunkHeader,
     Move,
@@ -41,6 +41,11 @@ ENDS = {
     MoveKind.ERASE: (None, TierName.NVME),
 }
 """The tiers of source and target; None: engine memory, or nothing."""
+REMOTE = {
+    MoveKind.READ: (TierName.REDIS, TierName.HOST),
+    MoveKind.WRITE: (TierName.HOST, TierName.REDIS),
+}
+"""The same for the remote tier."""
 
 
 @dataclass(slots=True)
@@ -74,11 +79,11 @@ def check_start(hands: Busy, move: Move, blocks: list[BlockID], now: float) -> N
     if move.id in hands.running:
         raise SimulationError(f"Move {move.id} was handed out twice")
     _check_ends(hands.limits, move)
-    _check_depth(hands, move.kind)
+    _check_depth(hands, move)
     for other in hands.running.values():
         _check_race(move, blocks, other)
     _check_source(hands.arena, move)
-    if move.kind is MoveKind.WRITE and move.target is not None and now < hands.no_growth_until:
+    if _grows(move) and move.target is not None and now < hands.no_growth_until:
         slab = move.target.slab
         if slab not in hands.disk.cuts and slab not in hands.growing:
             raise SimulationError(f"Move {move.id} needs a new slab, though the device is full")
@@ -111,7 +116,8 @@ def expected_blocks(layout: Layout, part: Part) -> list[int]:
 
 def _check_ends(limits: Limits, move: Move) -> None:
     ends = (move.source, move.target)
-    if tuple(end and end.tier for end in ends) != ENDS[move.kind]:
+    tiers = tuple(end and end.tier for end in ends)
+    if tiers != ENDS[move.kind] and (limits.remote is None or tiers != REMOTE.get(move.kind)):
         raise SimulationError(f"Move {move.id}: {move.kind.value} from and to wrong tiers")
     for place in ends:
         if place is not None:
@@ -119,6 +125,10 @@ def _check_ends(limits: Limits, move: Move) -> None:
 
 
 def _check_place(limits: Limits, move: Move, place: Place) -> None:
+    if place.tier is TierName.REDIS:
+        if place.index or place.slot_bytes:
+            raise SimulationError(f"Move {move.id}: {place} isn't a value's")
+        return
     tier, slabs, header = limits.host, limits.host.slabs + limits.staging_slots, 0
     if place.tier is TierName.NVME:
         if limits.nvme is None:
@@ -131,19 +141,41 @@ def _check_place(limits: Limits, move: Move, place: Place) -> None:
         raise SimulationError(f"Move {move.id}: {place} doesn't fit the tier or the payload")
 
 
-def _check_depth(hands: Busy, kind: MoveKind) -> None:
-    lane, limits = LANES[kind], hands.limits
+def _check_depth(hands: Busy, move: Move) -> None:
+    lane, limits = _lane(move), hands.limits
+    remote = limits.remote or RemoteLimits()
     depths: Mapping[str, int] = {
         "copies": limits.copy_depth,
         "reads": limits.read_depth,
         "writes": limits.write_depth,
+        "remote reads": remote.read_depth,
+        "remote writes": remote.write_depth,
     }
-    kinds = [one.move.kind for one in hands.running.values()]
-    same = [other for other in kinds if LANES[other] == lane]
-    if kind is MoveKind.LOAD:  # STOREs never keep it waiting
-        same = [other for other in same if other is kind]
+    moves = [one.move for one in hands.running.values()]
+    same = [other for other in moves if _lane(other) == lane]
+    if move.kind is MoveKind.LOAD:  # STOREs never keep it waiting
+        same = [other for other in same if other.kind is move.kind]
     if len(same) >= depths[lane]:
         raise SimulationError(f"more than {depths[lane]} {lane} at a time")
+    if lane.startswith("remote") and any(_part(o) == _part(move) for o in same):
+        raise SimulationError(f"Move {move.id}: another one does the same: {move.header}")
+
+
+def _grows(move: Move) -> bool:
+    """Whether a Move may need a slab file that isn't there yet."""
+    return move.kind is MoveKind.WRITE and _lane(move) == "writes"
+
+
+def _lane(move: Move) -> str:
+    places = (move.source, move.target)
+    remote = any(place is not None and place.tier is TierName.REDIS for place in places)
+    return f"remote {LANES[move.kind]}" if remote else LANES[move.kind]
+
+
+def _part(move: Move) -> tuple[str, bytes, bytes, int, Part, int]:
+    """The part that a Move reads or writes, in its node's epoch."""
+    head = move.header
+    return head.tenant, head.namespace, head.key, head.shard, head.part, head.epoch
 
 
 def _check_race(move: Move, blocks: list[BlockID], other: Running) -> None:

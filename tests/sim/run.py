@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+from kvstore.core.keys import KeyContext
 from kvstore.core.limits import Limits, TierLimits
 from kvstore.core.messages import Tick
 from tests.sim import themes
@@ -15,11 +16,13 @@ from tests.sim.errors import SimulationError
 from tests.sim.faults import Fault, draw
 from tests.sim.inside import check_inside
 from tests.sim.quiesce import Quiesce
+from tests.sim.setting import Setting, shrunk
 from tests.sim.shapes import CONTEXTS, HOST_SLAB_BYTES, TENANTS
 from tests.sim.steps import drawn_steps
 from tests.sim.watchers import Watchers
-from tests.sim.world import BUGS, Setting, World, shrunk
+from tests.sim.world import BUGS, World
 
+Prompts = list[tuple[list[int], KeyContext]]
 STEPS = 400
 """Actions of engines and of the outside in one seed."""
 
@@ -38,24 +41,33 @@ def simulate(seed: int, steps: int = STEPS) -> Counter[str]:
         Quiesce(world, run.engines, run.watchers).all()
         check_inside(world.service, ())
     except BUGS as error:
-        kind = "" if isinstance(error, SimulationError) else f"{type(error).__name__}: "
-        raise SimulationError(
-            f"seed {seed}, event {world.events}: {kind}{error}\n{world.story.text()}\n"
-            f"replay: python -m tests.sim --seed {seed} --count 1 --steps {steps}"
-        ) from error
+        raise failure(error, [world], f"--seed {seed} --count 1 --steps {steps}") from error
     world.tally()
     world.model.counts["world " + theme.name] = 1
     return world.model.counts
 
 
+def failure(error: Exception, worlds: list[World], replay: str) -> SimulationError:
+    """What went wrong, told as the story of each world."""
+    kind = "" if isinstance(error, SimulationError) else f"{type(error).__name__}: "
+    seed = replay.split()[1]
+    events = ", ".join(str(world.events) for world in worlds)
+    stories = "\n---- another node\n".join(world.story.text() for world in worlds)
+    return SimulationError(
+        f"seed {seed}, event {events}: {kind}{error}\n{stories}\n"
+        f"replay: python -m tests.sim {replay}"
+    )
+
+
 class Run:
     """The outside of one world: engines, an administrator, and bad luck."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, prompts: Prompts | None = None) -> None:
         self.world = world
         contexts = CONTEXTS[:2] if world.setting.roomy else CONTEXTS
         self.theme = world.setting.theme
-        prompts = draw_prompts(world.rng, contexts, self.theme.tokens_max)
+        prompts = prompts or draw_prompts(world.rng, contexts, self.theme.tokens_max)
+        self.prompts = prompts
         self.engines = [FakeEngine(world, shape, prompts) for shape in world.setting.shapes]
         self.watchers = Watchers(world)
 
@@ -63,12 +75,16 @@ class Run:
         """All that happens until nothing goes wrong any more."""
         self.world.start()
         for step in range(steps):
-            self.world.run_for(self.world.rng.choice((0.0, 0.001, 0.004, 0.02)))
-            self.luck(step)
-            self.turn(step).act()
-            self.watchers.act()
-            if self.world.rng.random() < 0.1:
-                check_inside(self.world.service, self.world.model.sessions.values())
+            self.one(step)
+
+    def one(self, step: int) -> None:
+        """One action, and what time brings before it."""
+        self.world.run_for(self.world.rng.choice((0.0, 0.001, 0.004, 0.02)))
+        self.luck(step)
+        self.turn(step).act()
+        self.watchers.act()
+        if self.world.rng.random() < 0.1:
+            check_inside(self.world.service, self.world.model.sessions.values())
 
     def turn(self, step: int) -> FakeEngine:
         """Whose turn it is to do something."""

@@ -18,9 +18,10 @@ from kvstore.core.messages import (
     Store,
 )
 from tests.sim.faults import NONE
+from tests.sim.setting import Setting
 from tests.sim.shapes import HOST_SLAB_BYTES, NVME_SLAB_BYTES, TOKENS_PER_CHUNK, EngineShape
 from tests.sim.views import SessionView
-from tests.sim.world import Setting, World
+from tests.sim.world import World
 
 ROOMY = Limits(host=TierLimits(16, HOST_SLAB_BYTES), nvme=TierLimits(16, NVME_SLAB_BYTES))
 

@@ -15,8 +15,11 @@ from kvstore.core import (
     cancelling,
     clearing,
     leases,
+    probing,
+    reads,
     restoring,
     room,
+    sharing,
     tree,
     tree_nodes,
     writing,
@@ -32,6 +35,11 @@ _STEPS: tuple[tuple[object, str], ...] = (
     (tree, "STEP_COPIES"),
     (writing, "LOOKS"),
     (tree_nodes, "SPLIT_ENTRIES"),
+    (probing, "STEP_WAITERS"),
+    (sharing, "STEP_PARTS"),
+    (sharing, "PROBE_PARTS"),
+    (reads, "STEP_READS"),
+    (reads, "ABOVE_MAX"),
 )
 
 

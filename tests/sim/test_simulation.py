@@ -13,10 +13,12 @@ import kvstore.core.spaces as spaces
 from kvstore.core.transfers import Transfers
 from tests.sim.errors import SimulationError
 from tests.sim.faults import Fault
+from tests.sim.fleets import simulate_fleet
 from tests.sim.run import simulate
 from tests.sim.themes import THEMES
 
 FIXED = range(500, 580)
+FLEETS = range(500, 530)
 FRESH_SECONDS = float(os.environ.get("SIM_SECONDS", "60"))
 """How long other worlds are tried in each run; ``make sim`` and ``make soak`` do so for minutes."""
 HAPPENS = (
@@ -26,7 +28,10 @@ HAPPENS = (
     "erase ok", "refused Store", "refused Retrieve", "refused Register", "evictions", "probes",
     "probes written", "found at start", "leases that had to hold", "host_full", "parent_missing",
     "corrupt", "key_collision", "session_lost", "nvme_budget", "nvme_backlog", "scan_old_epoch",
-    "scan_orphan", "Watch", "resync", "told present", "told absent",
+    "pending", "remote read ok", "remote read corrupt", "remote read foreign", "remote read failed",
+    "remote write ok", "remote write no space", "redis_lost", "redis_backlog", "redis_down",
+    "evicted_before_redis", "shared", "world fleet", "scan_orphan", "Watch", "resync",
+    "told present", "told absent",
     *(f"world {theme.name}" for theme in THEMES),
 )  # fmt: skip
 """What must occur somewhere in the fixed seeds, beside each fault."""
@@ -38,6 +43,8 @@ def counts() -> Counter[str]:
     total: Counter[str] = Counter()
     for seed in FIXED:
         total.update(simulate(seed))
+    for seed in FLEETS:
+        total.update(simulate_fleet(seed))
     return total
 
 
@@ -58,7 +65,7 @@ def test_fresh_seeds_pass() -> None:
     seed = first = random.SystemRandom().randrange(1 << 40)
     end = time.monotonic() + FRESH_SECONDS
     while time.monotonic() < end:
-        simulate(seed)
+        (simulate_fleet if seed % 4 == 0 else simulate)(seed)
         seed += 1
     print(f"fresh seeds {first} to {seed - 1} passed")
 
@@ -75,6 +82,7 @@ def test_seeds_pass_where_only_two_namespaces_may_be_known(monkeypatch: pytest.M
 
 def test_a_seed_tells_the_same_story_each_time() -> None:
     assert simulate(501) == simulate(501)
+    assert simulate_fleet(501, 200) == simulate_fleet(501, 200)
 
 
 def test_a_failure_names_seed_story_and_how_to_replay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,12 @@ SpaceKey = tuple[str, bytes]
 @dataclass(slots=True)
 class SpaceView:
     """A namespace of a tenant as users see it. ``clears`` counts clears begun, ``cleared`` those
-    acknowledged."""
+    acknowledged; nothing from before ``fleet_epoch`` may come from the remote tier."""
 
     namespace: Namespace
     clears: int = 0
     cleared: int = 0
+    fleet_epoch: int = 0
 
 
 @dataclass(slots=True)
@@ -60,6 +61,7 @@ class TicketView:
     space: SpaceKey
     clears: int
     disturbances: int
+    fleet_epoch: int = 0
 
     def keys(self) -> list[bytes]:
         """One key a chunk."""

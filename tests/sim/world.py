@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from itertools import count
 
 from kvstore.core.errors import KVStoreError
-from kvstore.core.layout import Part
 from kvstore.core.limits import Limits
 from kvstore.core.messages import (
     ADMIN,
     Clear,
+    Cleared,
     Completed,
     Detach,
     Effect,
@@ -35,73 +33,76 @@ from kvstore.core.messages import (
     SpaceRecord,
     Tick,
 )
+from kvstore.core.remote_messages import (
+    Probe,
+    RemoteClear,
+    RemoteCleared,
+    RemoteEnter,
+    RemoteState,
+)
 from kvstore.core.service import Service
 from tests.sim.device import Device
 from tests.sim.duties import check_answered, check_room, check_write, refused_for_room
 from tests.sim.errors import SimulationError
-from tests.sim.faults import NONE, Fault, Faults
+from tests.sim.faults import NONE, Fault
+from tests.sim.fleet import Fleet
 from tests.sim.hands import Hands
 from tests.sim.inside import check_hit, clears_in_steps
 from tests.sim.media import Disk, EngineMemory
-from tests.sim.model import Model
+from tests.sim.model import Model, is_pending
+from tests.sim.node import Node, is_remote
 from tests.sim.scan import scan
+from tests.sim.setting import Setting
 from tests.sim.shapes import EngineShape
 from tests.sim.story import Story
-from tests.sim.themes import MIXED, Theme
-from tests.sim.views import SessionView, TicketView, split
+from tests.sim.timeline import Alarm, Timeline
+from tests.sim.views import SessionView, SpaceKey, TicketView, split
 
 BUGS = (
     KVStoreError, AssertionError, ArithmeticError, AttributeError, LookupError, TypeError,
     ValueError, RuntimeError,
 )  # fmt: skip
 """What a broken core may raise."""
-DISTURBING = ("corrupt", "key_collision", "read_failed", "load_failed", "cleared")
+DISTURBING = (
+    "corrupt", "key_collision", "read_failed", "load_failed", "cleared", "redis_lost",
+    "redis_read_failed", "redis_down",
+)  # fmt: skip
 """Drops after which a chunk may be missing for a good reason."""
 
 OnReply = Callable[[Reply], None]
 OnEnd = Callable[[Completed | None], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What a world is made of."""
-
-    limits: Limits
-    faults: Faults
-    shapes: tuple[EngineShape, ...]
-    roomy: bool = False
-    theme: Theme = MIXED
-
-    def leases_hold(self) -> bool:
-        """Whether a lease keeps its hit whatever else goes on: all slots have one size, so that no
-        slab is ever taken for another, and leases don't end for want of room."""
-        sizes = {
-            -(-shape.layout.part_bytes(part) // 4096) for shape in self.shapes for part in Part
-        }
-        return len(sizes - {0}) == 1 and self.limits.leases_max > 1000
-
-
 class World:
     """Drives the core. ``deliver`` is the only way to it, and checks everything after each
     event."""
 
-    def __init__(self, setting: Setting, seed: int) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        seed: int,
+        timeline: Timeline | None = None,
+        fleet: Fleet | None = None,
+    ) -> None:
         self.setting = setting
         self.limits = setting.limits
         self.rng = random.Random(seed)
-        self.now = 0.0
+        self.timeline = timeline or Timeline()
+        self.fleet = fleet
         self.story = Story()
         self.faults = setting.faults
         self.disk = Disk()
         self.device = Device(self.rng, self.saw)
         self.manifest: tuple[SpaceRecord, ...] = ()
-        self.model = Model(setting.limits.lease_s, setting.roomy)
+        remote = setting.limits.remote
+        wait_s = 0.0 if remote is None else remote.probe_s + 0.001
+        self.model = Model(setting.limits.lease_s, setting.roomy, wait_s)
+        if fleet is not None:
+            self.model.newest = fleet.newest
         self.events = 0
         self.life = 0
         self.scanned: set[Place] | None = None
         """What the scan has reported; None once it is done."""
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = count()
         self._ids = count(1)
         self._sessions = count(1)
         self._on_reply: dict[tuple[SessionID, int], OnReply] = {}
@@ -110,8 +111,15 @@ class World:
         self._persists: list[Persist] = []
         self._disturbances = 0
         self._counted: tuple[int, int] | None = None
+        self.alarm = Alarm(self.timeline, self._tick)
         self.service: Service
         self.hands: Hands
+        self.node: Node | None = None
+
+    @property
+    def now(self) -> float:
+        """The time."""
+        return self.timeline.now
 
     # ------------------------------------------------------------ time
 
@@ -122,28 +130,17 @@ class World:
 
     def at(self, delay_s: float, act: Callable[[], None]) -> None:
         """Do something after a while, whatever happens to the daemon."""
-        heapq.heappush(self._heap, (self.now + delay_s, next(self._order), act))
-
-    def step(self) -> bool:
-        """Let the next thing happen; tells whether there was one."""
-        if not self._heap:
-            return False
-        self.now, _, act = heapq.heappop(self._heap)
-        act()
-        return True
+        self.timeline.at(delay_s, act)
 
     def run_for(self, seconds: float) -> None:
         """Let this much time pass."""
-        end = self.now + seconds
-        while self._heap and self._heap[0][0] <= end:
-            self.step()
-        self.now = end
+        self.timeline.run_for(seconds)
 
     def run_until(self, ready: Callable[[], bool], most_s: float = 3600.0) -> None:
         """Let time pass until something is so; it is an error if that never comes."""
         end = self.now + most_s
         while not ready():
-            if self.now > end or not self.step():
+            if self.now > end or not self.timeline.step():
                 raise SimulationError(f"nothing comes of it: {self.service.stats(self.now)}")
 
     # ------------------------------------------------------------ the daemon
@@ -153,6 +150,9 @@ class World:
         self.service = Service(self.limits, self.manifest)
         self.hands = Hands(self, self.limits, self.disk, self.device)
         self.hands.faults = self.faults
+        if self.fleet is not None:
+            self.node = self.hands.node = Node(self, self.fleet)
+            self.node.open()
         self._counted = None
         self.scanned = set() if self.limits.nvme else None
         if self.limits.nvme is not None:
@@ -161,6 +161,8 @@ class World:
 
     def crash(self, limits: Limits | None = None) -> None:
         """The daemon dies and comes back, perhaps with other limits."""
+        self.alarm.stop()
+        self.alarm = Alarm(self.timeline, self._tick)
         self.story.note(self.now, f"CRASH, after {self.events} events")
         self.tally()
         self.hands.crash()
@@ -195,6 +197,8 @@ class World:
         stats = self.service.stats(self.now)
         self.model.counts.update(stats.drops)
         self.model.counts[Fault.SESSION_LIMIT.name] += stats.drops.get("session_limit", 0)
+        if stats.remote is not None:
+            self.model.counts[Fault.PROBE_LATE.name] += stats.remote.late
         self.model.counts["evictions"] += sum(tier.evictions for tier in stats.tiers)
 
     def saw(self, fault: Fault) -> None:
@@ -206,12 +210,16 @@ class World:
         self.faults = NONE
         self.device.calm()
         self.hands.calm()
+        if self.node is not None:
+            self.node.calm()
 
     def deliver(self, event: Event) -> None:
         """Tell the core something, do what it wants, and check everything."""
         self.events += 1
         self.story.event(self.now, event)
-        self._disturbances += clears_in_steps(self.service)
+        self._disturbances += clears_in_steps(self.service) or isinstance(
+            event, RemoteState | RemoteCleared
+        )
         effects = self.service.handle(event, self.now)
         self._counted = None
         idle = isinstance(event, Tick) and not effects
@@ -221,17 +229,21 @@ class World:
             self._do(effect)
         if not idle or self.events % 5 == 0:
             self.service.check_invariants()
+        if self.fleet is not None:
+            self.alarm.set(self.service.next_tick_s(self.now))
 
     def moved(self, move: Move, event: Moved) -> None:
         """A Move's end arrives."""
         if move.kind is MoveKind.STORE and event.status is MoveStatus.OK and move.target:
             self.model.stored(move, self.hands.arena.contents[move.target].first[0])
-        self.model.counts[f"{move.kind.value} {event.status.value}"] += 1
+        remote = "remote " if is_remote(move) else ""
+        self.model.counts[f"{remote}{move.kind.value} {event.status.value}"] += 1
         self.deliver(event)
 
     def _tick(self) -> None:
         self.deliver(Tick())
-        self.later(self.service.next_tick_s(self.now), self._tick)
+        if self.fleet is None:
+            self.later(self.service.next_tick_s(self.now), self._tick)
 
     # ------------------------------------------------------------ effects
 
@@ -255,16 +267,22 @@ class World:
             case Persist():
                 self._persists.append(effect)
                 self.later(self.rng.uniform(0.001, 0.05), self._persist)
+            case Probe() | RemoteEnter() | RemoteClear() if self.node is not None:
+                self.node.effect(effect)
+            case _:
+                raise SimulationError(f"{effect} without a remote tier")
 
     def _check_hit(self, reply: Reply) -> None:
         message = self.model.open.get((reply.session, reply.id))
         if isinstance(reply.body, LookupReply) and isinstance(message, Lookup):
             keys = split(message.keys)[: reply.body.chunks]
-            check_hit(self.service, self.model.sessions[reply.session], keys)
+            check_hit(self.service, self.model.sessions[reply.session], message.request, keys)
 
     def _tell(self, reply: Reply) -> None:
         name = (reply.session, reply.id)
-        act = self._on_reply.pop(name, None)
+        act = self._on_reply.get(name)
+        if not is_pending(reply.body):
+            self._on_reply.pop(name, None)
         if act is not None:
             act(reply)
         end = self._on_end.pop(name, None)
@@ -360,9 +378,17 @@ class World:
         """A number that changes whenever a chunk may have left for a good reason."""
         return self._counts()[0] + self._disturbances
 
+    def raised(self, body: Cleared) -> dict[SpaceKey, int]:
+        """The fleet's epochs that a clear has raised."""
+        if self.node is None or body.remote is None:
+            return {}
+        return self.node.raised.pop(body.remote.number, {})
+
     def losses(self) -> int:
         """The same for reasons that a lease doesn't hold against: a loss, a clear, and where leases
         may end early, an eviction."""
+        if self.fleet is not None and not self.setting.leases_hold():
+            return self.events  # nothing but its lease keeps what a lookup was promised from there
         both, drops = self._counts()
         return self._disturbances + (drops if self.setting.leases_hold() else both)
 
@@ -373,13 +399,3 @@ class World:
             drops = sum(stats.drops.get(name, 0) for name in DISTURBING)
             self._counted = drops + sum(tier.evictions for tier in stats.tiers), drops
         return self._counted
-
-
-def shrunk(limits: Limits, rng: random.Random) -> Limits:
-    """Limits of the next start: sometimes another size of either tier."""
-    host, nvme = limits.host, limits.nvme
-    if rng.random() < 0.3:
-        host = replace(host, slabs=rng.randint(1, 7))
-    if nvme is not None and rng.random() < 0.2:
-        nvme = replace(nvme, slabs=rng.randint(1, 8))
-    return replace(limits, host=host, nvme=nvme)
