@@ -9,14 +9,13 @@ from dataclasses import replace
 from kvstore.core.keys import prefix_keys
 from kvstore.core.layout import Part
 from kvstore.core.limits import RemoteLimits
-from kvstore.core.messages import Lookup, LookupReply, Release, Reply, Retrieve
+from kvstore.core.messages import Lookup, LookupReply, Release, Retrieve
 from tests.sim import themes
 from tests.sim.actors import FakeEngine
 from tests.sim.errors import SimulationError
 from tests.sim.faults import NONE_OF_FLEET, Fault, FleetFaults, draw
 from tests.sim.fleet import Fleet
 from tests.sim.inside import check_inside
-from tests.sim.model import is_pending
 from tests.sim.quiesce import Quiesce
 from tests.sim.run import STEPS, Run, failure
 from tests.sim.setting import Setting
@@ -136,10 +135,7 @@ def _share(ends: list[Quiesce], number: int, one: FakeEngine, other: FakeEngine)
     giver.run_until(giver.service.idle)
     views = list(other.workers.values())
     for view in views:
-        replies: list[Reply] = []
-        taker.request(view.id, Lookup("shared", keys.data), replies.append)
-        taker.run_until(lambda got=replies: bool(got) and not is_pending(got[-1].body))  # type: ignore[misc]
-        body = replies[-1].body
+        body = ends[1].answer(view, Lookup("shared", keys.data))
         if not isinstance(body, LookupReply) or body.chunks < len(keys):
             raise SimulationError(f"all is quiet, but another node finds {body} of {len(keys)}")
     for view in views:

