@@ -198,6 +198,22 @@ def test_a_clear_frees_the_memory(server: Server) -> None:
         np.testing.assert_array_equal(read(tier, kept, kept_epoch), pattern(2, 5000))
 
 
+def test_a_write_before_its_entry_leaves_the_names_alone(server: Server) -> None:
+    """A write may come before this node's own entry, and must be found by every clear. Where the
+    namespace was entered already, by a node that knows its model, that stays: a clear of another
+    model isn't one of this."""
+    header = sample_header(1, 5000)
+    with up(server.url) as a, up(server.url) as b:
+        write(a, header)
+        assert a.clear(RemoteClear(1, None, "another")).namespaces == 1, "nobody knows its model"
+        b.enter(RemoteEnter(header.tenant, header.namespace, MODEL, ""))
+        with up(server.url) as c:
+            write(c, header)
+            assert c.clear(RemoteClear(2, None, MODEL)).namespaces == 1
+        assert b.clear(RemoteClear(3, None, "another")).namespaces == 0
+        assert b.clear(RemoteClear(4, None, MODEL)).namespaces == 1
+
+
 def test_a_namespace_has_a_limit(server: Server) -> None:
     """Beyond it the oldest chunks leave, tails before heads, from both nodes' writes; another
     namespace has its own."""

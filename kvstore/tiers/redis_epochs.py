@@ -107,12 +107,10 @@ class RedisEpochs:
 
     def ensure_entered(self, space: Space) -> None:
         """Before a write: a clear by any node must find the namespace. One that nobody has entered
-        yet is entered without a model, which every clear of its tenant matches."""
-        if space in self._registered:
-            return
-        with self._lock:
-            value = self._entered.get(space)
-        self._enter(space, value or _packed(space, "", ""))
+        yet is entered without a model, which every clear of its tenant matches; what is known of a
+        model stays."""
+        if space not in self._registered:
+            self._enter(space, None)
 
     @property
     def entered(self) -> int:
@@ -135,8 +133,10 @@ class RedisEpochs:
         if entered:
             self._put(entered)
 
-    def _enter(self, space: Space, value: bytes) -> None:
+    def _enter(self, space: Space, value: bytes | None) -> None:
+        """Enter with this record, or (None) with the one that there is."""
         with self._lock:
+            value = value or self._entered.get(space) or _packed(space, "", "")
             if len(self._entered) >= KNOWN_MAX and space not in self._entered:
                 oldest = next(iter(self._entered))
                 del self._entered[oldest]
@@ -153,27 +153,35 @@ class RedisEpochs:
         reply = ask_all(self._servers, [(name, pack((b"HGETALL", name)))])[0]
         if isinstance(reply, KVStoreError):
             raise TierUnavailableError(str(reply)) from reply
-        values: list[object] = [*reply[1::2]] if isinstance(reply, list) else []
         with self._lock:
-            values += self._entered.values()
-        spaces: dict[Space, None] = {}
+            values: list[object] = [*self._entered.values()]
+        values += reply[1::2] if isinstance(reply, list) else []
+        found: dict[Space, list[str]] = {}
         for value in values:
             record = _record(value)
-            if record is not None and _matches(record, tenant, model):
-                spaces[record[0], bytes.fromhex(record[1])] = None
-        return list(spaces)
+            if record is not None:
+                space = record[0], bytes.fromhex(record[1])
+                known = found.setdefault(space, record)
+                known += [name for name in record[2:] if name not in known[2:]]
+        return [space for space, record in found.items() if _matches(record, tenant, model)]
 
     def _put(self, records: dict[Space, bytes]) -> None:
+        """Write records; one without a model never replaces another."""
         name = self._names.spaces
-        words = []
-        for (tenant, namespace), value in records.items():
-            words += [b"%s:%s" % (tenant.encode("utf-8", "surrogatepass"), namespace), value]
-        command = pack((b"HSET", name, *words))
-        reply = ask_all(self._servers, [(name, command)])[0]
-        if isinstance(reply, CapacityError):
-            raise CapacityError(str(reply)) from reply
-        if isinstance(reply, KVStoreError):
-            raise TierUnavailableError(str(reply)) from reply
+        asked, named = [], []
+        for space, value in records.items():
+            field = b"%s:%s" % (space[0].encode("utf-8", "surrogatepass"), space[1])
+            if value == _packed(space, "", ""):
+                asked.append((name, pack((b"HSETNX", name, field, value))))
+            else:
+                named += [field, value]
+        if named:
+            asked.append((name, pack((b"HSET", name, *named))))
+        for reply in ask_all(self._servers, asked):
+            if isinstance(reply, CapacityError):
+                raise CapacityError(str(reply)) from reply
+            if isinstance(reply, KVStoreError):
+                raise TierUnavailableError(str(reply)) from reply
 
     def _copies(self, space: Space) -> list[bytes]:
         name = self._names.epoch(space)

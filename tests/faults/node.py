@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvstore.core.layout import Layout
-from kvstore.core.limits import Limits, TierLimits
+from kvstore.core.limits import Limits, RemoteLimits, TierLimits
 from kvstore.core.messages import Move, Moved, Persist, ScanDone, TierName
+from kvstore.core.remote_messages import RemoteEvent, RemoteState
 from kvstore.core.service import Service
 from kvstore.core.stats import CoreStats
 from kvstore.daemon_hands import Hands, MappedPages, open_pages
@@ -27,6 +28,8 @@ from kvstore.server import EngineServer
 from kvstore.testing import FaultyTier
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.nvme import NvmeTier
+from kvstore.tiers.redis import RedisTier
+from kvstore.tiers.redis_settings import RedisSettings
 from tests.link_rig import eventually
 from tests.small_engine import CHUNK_BYTES, WAIT_S
 
@@ -64,9 +67,12 @@ class Hooks:
 
 class Node:
     """A node with places for ``host_chunks`` chunks in host memory and ``nvme_chunks`` on NVMe (0:
-    no such tier), both of SmallEngine's chunks. A context manager."""
+    no such tier), both of SmallEngine's chunks, and the Redis at ``redis`` (empty: none). A context
+    manager."""
 
-    def __init__(self, folder: Path, host_chunks: int, nvme_chunks: int = 0) -> None:
+    def __init__(
+        self, folder: Path, host_chunks: int, nvme_chunks: int = 0, redis: str = ""
+    ) -> None:
         self.path = str(folder / "s.sock")
         self.hooks = Hooks()
         self.nvme: FaultyTier | None = None
@@ -77,13 +83,18 @@ class Node:
         self.limits = Limits(
             TierLimits(1, host_chunks * CHUNK_BYTES),
             TierLimits(slabs, NVME_SLAB_BYTES) if nvme_chunks else None,
+            remote=RemoteLimits(probe_s=WAIT_S) if redis else None,
             staging_slots=STAGING,
         )
         self.core = Service(self.limits)
         self._host = HostTier(1 + STAGING, host_chunks * CHUNK_BYTES)
         tiers = {} if self.nvme is None else {TierName.NVME: self.nvme}
         threads = MoverThreads(copy=2, read=2, write=1)
-        self.mover = Mover(self._host, tiers, self._moved, threads, self._at)
+        self.mover = Mover(self._host, tiers, self._moved, threads, self._at, self._tell)
+        self.redis: RedisTier | None = None
+        if redis:
+            settings = RedisSettings(redis, operation_timeout_s=WAIT_S)
+            self.redis = RedisTier(settings, lambda up: self._tell(RemoteState(up)))
         self.server = EngineServer(
             socket_path=self.path,
             service=self.core,
@@ -121,11 +132,16 @@ class Node:
         self._thread.start()
         assert self._ready.wait(WAIT_S)
         self.server.post(ScanDone(TierName.NVME))
+        if self.redis is not None:
+            self.mover.open_remote(self.redis)
+            self.redis.open()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.server.stop(WAIT_S)
         self._thread.join(WAIT_S)
+        if self.redis is not None:
+            self.redis.close()
         self.mover.close()
         self.server.close()
         self._host.close()
@@ -149,6 +165,9 @@ class Node:
 
     def _moved(self, moved: Sequence[Moved]) -> None:
         self.server.post(*moved)
+
+    def _tell(self, event: RemoteEvent) -> None:
+        self.server.post(event)
 
     def _persist(self, effect: Persist) -> None:
         if self.nvme is not None:
