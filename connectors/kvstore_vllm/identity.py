@@ -25,6 +25,7 @@ BACKENDS = ("CPU_ATTN",)
 they compute the rest of a prompt behind a prefix."""
 CONTENT_BYTES_MAX = 8 << 30
 """Weights up to this size are hashed whole, about half a second a GiB."""
+_OF_CONTENT = "sha256:"
 _VOLATILE = ("_name_or_path", "_commit_hash", "transformers_version", "architectures_hash")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "mrope", "proportional")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".json")
@@ -33,15 +34,26 @@ _log = logging.getLogger("vllm.kvstore")
 
 def namespace_of(config: VllmConfig, dtype: str, revision: str) -> Namespace:
     """The namespace; raises LayoutMismatchError where the identity can't be told for sure."""
-    model = config.model_config
-    served = model.served_model_name
+    served = config.model_config.served_model_name
+    model, revision = model_and_revision(config, revision)
     return Namespace(
-        model=_model_name(model.model),
-        revision=revision or weights_revision(model.model, model.revision, config.load_config),
+        model=model,
+        revision=revision,
         format=_format(config, dtype),
         config=config_digest(config),
         alias=served if isinstance(served, str) else (served or [""])[0],
     )
+
+
+def model_and_revision(config: VllmConfig, given: str) -> tuple[str, str]:
+    """What names the weights. A digest of what is in them names the model, too, so that nodes share
+    wherever its files lie; a revision that was ``given``, or of files that weren't read, says
+    something of this folder or repository only."""
+    model = config.model_config
+    revision = given or weights_revision(model.model, model.revision, config.load_config)
+    if not given and revision.startswith(_OF_CONTENT):
+        return revision, revision
+    return _model_name(model.model), revision
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -196,4 +208,4 @@ def _files_digest(files: list[Path], root: Path) -> str:
             "kvstore: %s is too large to hash; its KV is shared by engines that load this very "
             "folder only, unless you set 'revision'", root,
         )  # fmt: skip
-    return ("sha256:" if whole else "files:") + digest.hexdigest()
+    return (_OF_CONTENT if whole else "files:") + digest.hexdigest()

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
 
 import torch
 from kvstore_vllm.drafts import Drafting, drafting
-from kvstore_vllm.identity import check_engine, check_nodes, config_digest
+from kvstore_vllm.identity import check_engine, check_nodes, config_digest, model_and_revision
 from kvstore_vllm.layout import EngineShape, GroupShape, describe, group_shapes, tokens_per_chunk
 from kvstore_vllm.ranks import replicas_of
 from vllm.config import VllmConfig
@@ -258,6 +261,25 @@ def check_a_drafter_is_part_of_the_namespace_and_leaves_a_block_to_compute() -> 
     model.speculative_config.method = "eagle"
     model.speculative_config.draft_parallel_config.tensor_parallel_size = 3
     assert "3 tensor-parallel ranks" in refused(lambda: check_engine(model))
+
+
+def check_the_same_weights_in_another_folder_are_the_same_model() -> None:
+    """Two nodes, or two folders of one. What the user calls them by is believed of one folder only:
+    other weights may be called so as well."""
+    with tempfile.TemporaryDirectory() as parent:
+        names = []
+        for folder in (Path(MODEL), Path(parent) / "moved"):
+            if folder != Path(MODEL):
+                shutil.copytree(MODEL, folder, copy_function=os.symlink)
+            config = engine()
+            config.model_config.model = str(folder)
+            names.append((model_and_revision(config, ""), model_and_revision(config, "mine")))
+        (here, called_here), (there, called_there) = names
+        assert here == there
+        assert called_here != called_there
+        assert {called_here[1], called_there[1]} == {"mine"}
+        (Path(parent) / "moved" / "more.safetensors").write_bytes(b"other weights")
+        assert model_and_revision(config, "") != here
 
 
 def run(checks: dict[str, Any]) -> None:
