@@ -32,6 +32,8 @@ def simulate_fleet(seed: int, steps: int = STEPS) -> Counter[str]:
     rng = random.Random(f"fleet {seed}")
     theme, roomy = themes.draw_theme(rng), rng.random() < 0.25
     faults, shapes = themes.faults(theme, draw(rng)), tuple(themes.engines(theme, rng))
+    if rng.random() < 0.3:
+        faults = replace(faults, clear_rate=0.05)
     calm = rng.random() < 0.25
     of_fleet = NONE_OF_FLEET if calm else FleetFaults()
     timeline = Timeline()

@@ -20,7 +20,8 @@ from kvstore.core.sharing import Sharing
 from tests.sim.errors import SimulationError
 from tests.sim.fleets import simulate_fleet
 
-SEEDS = (*range(700, 712), 802, 813)
+SEEDS = range(700, 1100)
+"""Worlds that are tried until one notices; most mutations are noticed at once."""
 STEPS = 250
 Patch = Callable[..., None]
 """``monkeypatch.setattr``."""
@@ -105,7 +106,7 @@ MUTATIONS = (
 
 
 def test_the_core_as_it_is_passes_these_seeds() -> None:
-    for seed in SEEDS:
+    for seed in SEEDS[:30]:
         simulate_fleet(seed, STEPS)
 
 
