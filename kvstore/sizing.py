@@ -24,6 +24,8 @@ from kvstore.units import format_exact_size, format_size
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 OWN_BYTES = 160 * MIB
 """Beside the arena: 120 MiB that an idle daemon may take, and room for its index."""
+REDIS_BYTES = 64 * MIB
+"""More of it beside Redis: redis-py, its connections, and what eight threads pack and unpack."""
 SLAB_BYTES_MIN = 1 * MIB
 HOST_SHARE, HOST_MIN, HOST_MAX = 0.20, 64 * MIB, 64 * GIB
 NVME_SHARE, NVME_MIN, NVME_MAX = 0.20, 256 * MIB, 256 * GIB
@@ -136,7 +138,8 @@ def fit(settings: Settings, machine: Machine) -> Config:
     redis = fit_redis(settings)
     host = _fit_host(settings, machine.memory, redis)
     nvme = _fit_nvme(settings, machine, host.slab_size)
-    _check_memory(settings, machine, host, nvme)
+    own = OWN_BYTES + (REDIS_BYTES if redis.url else 0)
+    _check_memory(settings, machine, host, nvme, own)
     return Config(
         socket=settings.socket(),
         admin=AdminConfig(settings.admin_address()),
@@ -296,14 +299,16 @@ def _nvme_slab(settings: Settings, folder: NvmeFolder, size: int, host_slab: int
     return _slab(settings, "nvme.slab_size", size, automatic)
 
 
-def _check_memory(settings: Settings, machine: Machine, host: HostConfig, nvme: NvmeConfig) -> None:
+def _check_memory(
+    settings: Settings, machine: Machine, host: HostConfig, nvme: NvmeConfig, own_bytes: int
+) -> None:
     limit = machine.memory.limit_bytes
     on_disk = nvme.size if machine.disk.in_memory() else 0
-    needed = host.size + OWN_BYTES + on_disk
+    needed = host.size + own_bytes + on_disk
     if needed <= limit:
         return
-    parts = f"host.size {format_size(host.size)} + the daemon's own {format_size(OWN_BYTES)}"
-    advice = f"set host.size to at most {_suggest(max(0, limit - OWN_BYTES - on_disk) * 0.8)}"
+    parts = f"host.size {format_size(host.size)} + the daemon's own {format_size(own_bytes)}"
+    advice = f"set host.size to at most {_suggest(max(0, limit - own_bytes - on_disk) * 0.8)}"
     if on_disk:
         parts += (
             f" + nvme.size {format_size(on_disk)} (nvme.path is in memory: {machine.disk.kind})"

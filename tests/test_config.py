@@ -128,6 +128,16 @@ def test_named_file_that_is_missing_is_an_error(tmp_path: Path, how: str) -> Non
         load(flags, environment(tmp_path, **variables))
 
 
+@pytest.mark.parametrize("key", ["redis.password", "redis.url"])
+def test_a_secret_of_the_wrong_kind_in_the_file_is_not_shown(tmp_path: Path, key: str) -> None:
+    """field case 74: a list where a string belongs is refused without its content."""
+    file = tmp_path / "kv.toml"
+    file.write_text(f"{key} = ['redis://u:s3cr3t@h']\n")
+    with pytest.raises(ConfigError, match=rf"{key}=.*is refused") as caught:
+        load({"config": str(file)}, environment(tmp_path))
+    assert "s3cr3t" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -12,7 +12,7 @@ from kvstore.config import Settings, load
 from kvstore.core.errors import ConfigError
 from kvstore.core.limits import RemoteLimits
 from kvstore.daemon_parts import limits_of
-from kvstore.sizing import Config, fit
+from kvstore.sizing import OWN_BYTES, Config, fit
 from kvstore.sizing_redis import redis_settings
 from tests.test_sizing import machine
 
@@ -154,6 +154,15 @@ def test_reads_from_redis_have_staging_of_their_own(
     for url, slots in (("off", off), ("redis://h", on)):
         settings = load(flags | {"redis.url": url}, {"HOME": str(tmp_path)})
         assert fit(settings, machine()).host.staging_slots == slots
+
+
+def test_memory_of_the_tier_counts(tmp_path: Path) -> None:
+    """What fits without Redis may not fit beside it, and then the start says so."""
+    flags = {"host.size": "64MiB", "nvme.size": "off"}
+    facts = machine(limit=64 * MIB + OWN_BYTES)
+    assert fit(load(flags, {"HOME": str(tmp_path)}), facts).host.size == 64 * MIB
+    with pytest.raises(ConfigError, match="the daemon's own 224 MiB"):
+        fit(load(flags | {"redis.url": "redis://h"}, {"HOME": str(tmp_path)}), facts)
 
 
 def test_missing_password_shows_as_missing(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from kvstore_transformers.config import share_cores
+from redis import Redis
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -20,8 +21,10 @@ from kvstore import demo, demo_text
 from kvstore.core.errors import ConfigError
 from kvstore.demo import DemoOptions, run_demo
 from kvstore.demo_processes import DemoError, EngineProcess, OwnDaemon, module_command
+from kvstore.demo_redis import OWN, DemoRedis, find_program
 from kvstore.demo_render import Progress, render
 from tests.connectors import tiny
+from tests.redis_rig import standalone
 
 CONTEXT, CHUNK, NEW = 512, 64, 8
 
@@ -71,6 +74,44 @@ def test_demo_leaves_a_running_daemon_alone(folder: Path, own_daemon: OwnDaemon)
     assert not result["daemon_killed"]
     assert "wasn't killed" in render(result)
     assert own_daemon.stats()["process"]["pid"] == pid
+
+
+def test_demo_with_redis_hits_on_the_second_node(folder: Path, private_folder: Path) -> None:
+    """Two daemons with folders of their own and one Redis: what an engine stored at A, an engine
+    at B reads from Redis, with the answers of an engine without a cache."""
+    with standalone(private_folder / "v") as server:
+        result = run_demo(options_of(folder, redis=server.url))
+        assert result["problems"] == []
+        steps = result["steps"]
+        assert [step["name"][:6] for step in steps] == ["node A"] + ["node B"] * 4
+        assert [step["tokens_reused"] for step in steps] == [0] + [CONTEXT] * 4
+        assert [step["tier"] for step in steps] == ["-", "redis", "host", "host", "host"]
+        assert all(step["output_equal"] for step in steps)
+        assert not result["daemon_killed"]
+        assert "Redis: Valkey" in render(result)
+        [prefix] = {name.split(b":")[0] for name in server.names()}
+        assert prefix.startswith(b"kvstore-demo-")
+
+
+def test_demo_starts_and_ends_a_redis_of_its_own(private_folder: Path) -> None:
+    """Reached by a socket below the demo's folder only."""
+    with DemoRedis(OWN, private_folder / "r") as redis:
+        assert redis.url == f"unix://{private_folder}/r/redis.sock"
+        with Redis.from_url(redis.url) as client:
+            assert client.ping()
+            assert client.config_get("port") == {"port": "0"}
+    assert redis._process is not None
+    assert redis._process.returncode is not None
+
+
+def test_demo_with_redis_needs_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line that says what to install, or how to name one."""
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"neither valkey-server .*--redis redis://host"):
+        find_program()
+    with pytest.raises(ConfigError, match="leave --socket out"):
+        DemoOptions(redis=OWN, socket="/a").validate()
 
 
 def test_command_fails_when_an_answer_differs_or_nothing_is_reused(
