@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from kvstore.core.answers import Answers, Found, Remote
 from kvstore.core.engines import Engine, Session
+from kvstore.core.errors import InvariantError
 from kvstore.core.keys import KEY_BYTES
 from kvstore.core.layout import Part
 from kvstore.core.limits import RemoteLimits
@@ -199,6 +200,18 @@ class Probing:
     def waiting(self) -> int:
         """Lookups that are pending."""
         return len(self._waiting)
+
+    def check(self) -> None:
+        """Raise InvariantError unless all that wait can be answered, and their keys add up."""
+        waiters = self._waiting.values()
+        if sum(len(waiter.message.keys) for waiter in waiters) != self._waiting_bytes:
+            raise InvariantError("keys of pending lookups don't add up")
+        out = set(map(id, self._out.values()))
+        for waiter in waiters:
+            if waiter.session.closing or not (waiter.out.ended or id(waiter.out) in out):
+                raise InvariantError(f"lookup {waiter.number} is pending for nothing")
+        if not {id(one) for one in self._open.values()} <= out:
+            raise InvariantError("a probe that has ended may still be joined")
 
     # ------------------------------------------------------------ private
 

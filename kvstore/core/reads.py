@@ -207,6 +207,17 @@ class Reads:
             key = ticket.keys[place * KEY_BYTES : (place + 1) * KEY_BYTES]
         self._state.leases.cut(session.engine.key, ticket.request, key)
 
+    def check(self) -> None:
+        """Raise InvariantError unless these are the READs that there are."""
+        reads = {job for job in self._state.transfers.jobs() if job.kind is MoveKind.READ}
+        if set(self._names) != reads or set(self._reads.values()) != reads:
+            raise InvariantError("the READs that are waited for aren't those that there are")
+        remote = {job for job in reads if job.remote is not None}
+        if set(self._origins) != remote or not self._staged <= remote:
+            raise InvariantError("READs from the remote tier don't add up")
+        if len(self._staged) > self._state.directory.staging_for_remote():
+            raise InvariantError("too many READs from the remote tier are staged")
+
     # ------------------------------------------------------------ private
 
     def _queue(self, name: _Name, source: Slot | Remote, header: ChunkHeader, wait: Wait) -> Job:

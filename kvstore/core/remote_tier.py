@@ -42,6 +42,14 @@ class RemoteTier:
         """Whether lookups wait for it, or writes while it is up."""
         return self._probing.waiting() > 0 or (self._state.remote_up and len(self._sharing) > 0)
 
+    def check(self) -> None:
+        """Raise InvariantError unless its parts fit together."""
+        self._probing.check()
+        self._reads.check()
+        limits = self._state.limits.remote
+        if len(self._sharing) > (0 if limits is None else limits.backlog_max):
+            raise InvariantError("more waits for the remote tier than may")
+
     def stats(self) -> RemoteStats:
         """A snapshot."""
         probing, sharing = self._probing, self._sharing

@@ -223,6 +223,7 @@ class Service:
         """Raise InvariantError unless everything fits together; takes time in proportion to
         chunks."""
         check(self._state)
+        self._remote.check()
 
     def _stepping(self) -> bool:
         """Whether something that was begun goes on at the next Tick, which is due at once."""
