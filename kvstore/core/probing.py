@@ -148,6 +148,7 @@ class Probing:
         if event.error:
             self._remember_nothing(asked)
         elif asked.space.alive:
+            asked.space.saw_fleet_epoch(event.epoch)
             found = Found(asked.first, event.epoch, *event.found)
             self._answers.put(asked.space, asked.keys, found, asked.local, self._state.now)
         self._due.extend(out.waiters)

@@ -269,6 +269,7 @@ class Reads:
         if copy is not None:
             copy.stores = max(copy.stores, 1 if remote else state.limits.admit_after)
         target.shared = remote
+        target.age = target.age if job.source is None else job.source.age
         target.hold(job.id)
         job.target = target
         return True

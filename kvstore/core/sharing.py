@@ -2,9 +2,10 @@
 
 A committed host slot joins a bounded backlog that holds no pin. When writes may go out, some of one
 namespace and shard are probed: other nodes may have written them. What isn't there becomes WRITE
-Moves. The remote tier isn't prefix-closed, so each part is on its own: one that is evicted before
-its turn, refused or failed is dropped and counted, and delays nothing. What was read from there
-isn't written back.
+Moves, unless some node has cleared the fleet since it was stored: it would come back by this one.
+The remote tier isn't prefix-closed, so each part is on its own: one that is evicted before its
+turn, refused or failed is dropped and counted, and delays nothing. What was read from there isn't
+written back.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class _Asked:
     """A probe that is out for these slots of one shard."""
 
     number: int
+    space: Space
     keys: dict[ChunkKey, int]
     parts: tuple[Part, ...]
     handles: tuple[Handle, ...]
@@ -71,6 +73,8 @@ class Sharing:
             return
         if not state.remote_up:
             state.drop(Drop.REDIS_DOWN)
+        elif slot.age != copy.space.age:
+            state.drop(Drop.CLEARED)
         elif len(self) >= self._limits.backlog_max:
             state.drop(Drop.REDIS_BACKLOG)
         else:
@@ -118,6 +122,7 @@ class Sharing:
         if not self._state.remote_up:
             self._give_up(asked.handles, Drop.REDIS_DOWN)
             return
+        asked.space.saw_fleet_epoch(event.epoch)
         found = dict(zip(asked.parts, event.found, strict=True))
         for handle in asked.handles:
             slot, space = handle.slot, self._space(handle)
@@ -189,7 +194,7 @@ class Sharing:
         have = {handle.slot.part for handle in live}
         parts = tuple(part for part in Part if part in have)
         state, number = self._state, self._state.next_probe()
-        self._asked = _Asked(number, keys, parts, tuple(live))
+        self._asked = _Asked(number, space, keys, parts, tuple(live))
         state.effects.append(
             Probe(number, space.tenant, space.namespace, b"".join(keys), (shard,), parts)
         )
@@ -200,7 +205,7 @@ class Sharing:
         if handle.is_stale() or slot.state is not SlotState.READY or copy is None:
             self._state.drop(Drop.EVICTED_BEFORE_REDIS)
             return None
-        if not copy.live or not copy.space.alive:
+        if not copy.live or not copy.space.alive or slot.age != copy.space.age:
             self._state.drop(Drop.CLEARED)
             return None
         return copy.space

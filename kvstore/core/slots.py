@@ -68,11 +68,12 @@ class Slot:
     protects its owner. ``waits`` are the tickets to tell when it commits or is cancelled.
     ``write_queued``: it waits for its write to NVMe, which isn't tried before ``write_again_s``
     where it was refused. ``shared``: it waits for its write to the remote tier, or is there.
-    ``sequence``: when a scan found it written; of two slots of one part the
-    newer one counts.
+    ``age``: its namespace's when its bytes were stored (spaces.py). ``sequence``: when a scan found
+    it written; of two slots of one part the newer one counts.
     """
 
     __slots__ = (
+        "age",
         "generation",
         "holders",
         "index",
@@ -102,6 +103,7 @@ class Slot:
         self.part = Part.FULL
         self.payload_bytes = 0
         self.sequence = 0
+        self.age = 0
         self.landed = False
         self.leased = False
         self.write_queued = False
@@ -147,6 +149,7 @@ class Slot:
         """FREE -> RESERVED, for ``payload_bytes`` bytes of ``owner``'s shard and part."""
         self._go("reserve")
         self.owner, self.shard, self.part = owner, shard, part
+        self.age = 0 if owner is None else owner.space.age
         self.payload_bytes = payload_bytes
         if owner is not None and owner.leases:
             self.mark_leased(True)

@@ -23,14 +23,21 @@ _FORGET_SPACES = 256
 
 class Space:
     """A namespace of a tenant in its current epoch. ``shards`` is 0 until something tells it;
-    ``entered_at`` counts how often the remote tier had come up when it was made known there."""
+    ``entered_at`` counts how often the remote tier had come up when it was made known there.
+
+    ``fleet_epoch`` is the remote tier's, as it was told last (0: never yet), and ``age`` how often
+    it was seen to rise: some other node has cleared the namespace then. What was stored at a lower
+    age is older than that clear, and must not be shared again.
+    """
 
     __slots__ = (
+        "age",
         "alias",
         "alive",
         "dtype",
         "entered_at",
         "epoch",
+        "fleet_epoch",
         "index",
         "model",
         "namespace",
@@ -52,7 +59,14 @@ class Space:
         self.persisted = persisted
         self.alive = True
         self.entered_at = 0
+        self.fleet_epoch = self.age = 0
         self.index: dict[TierName, Index] = {tier: Index() for tier in LOCAL_TIERS}
+
+    def saw_fleet_epoch(self, epoch: int) -> None:
+        """The remote tier told its epoch of this namespace."""
+        if epoch > self.fleet_epoch:
+            self.age += self.fleet_epoch > 0
+            self.fleet_epoch = epoch
 
     def record(self) -> SpaceRecord:
         """As the manifest keeps it."""

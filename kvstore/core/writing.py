@@ -196,6 +196,7 @@ class Writing:
             missing = target is Drop.PARENT_MISSING
             self._refuse(slot, Drop.NVME_PARENT_MISSING if missing else target)
             return None
+        target.age = slot.age
         state.budget.spend(header.payload_bytes)
         slot.write_queued = True
         state.sequence += 1
