@@ -73,7 +73,7 @@ class Sharing:
             return
         if not state.remote_up:
             state.drop(Drop.REDIS_DOWN)
-        elif slot.age != copy.space.age:
+        elif slot.age < copy.space.shared_from:
             state.drop(Drop.CLEARED)
         elif len(self) >= self._limits.backlog_max:
             state.drop(Drop.REDIS_BACKLOG)
@@ -205,7 +205,7 @@ class Sharing:
         if handle.is_stale() or slot.state is not SlotState.READY or copy is None:
             self._state.drop(Drop.EVICTED_BEFORE_REDIS)
             return None
-        if not copy.live or not copy.space.alive or slot.age != copy.space.age:
+        if not copy.live or not copy.space.alive or slot.age < copy.space.shared_from:
             self._state.drop(Drop.CLEARED)
             return None
         return copy.space

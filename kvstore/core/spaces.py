@@ -26,8 +26,8 @@ class Space:
     ``entered_at`` counts how often the remote tier had come up when it was made known there.
 
     ``fleet_epoch`` is the remote tier's, as it was told last (0: never yet), and ``age`` how often
-    it was seen to rise: some other node has cleared the namespace then. What was stored at a lower
-    age is older than that clear, and must not be shared again.
+    it was. Where it has risen some other node has cleared the namespace: what was here when it was
+    told before that, stored at an age below ``shared_from``, must not be shared again.
     """
 
     __slots__ = (
@@ -43,6 +43,7 @@ class Space:
         "namespace",
         "persisted",
         "shards",
+        "shared_from",
         "tenant",
         "tokens",
     )
@@ -59,14 +60,15 @@ class Space:
         self.persisted = persisted
         self.alive = True
         self.entered_at = 0
-        self.fleet_epoch = self.age = 0
+        self.fleet_epoch = self.age = self.shared_from = 0
         self.index: dict[TierName, Index] = {tier: Index() for tier in LOCAL_TIERS}
 
     def saw_fleet_epoch(self, epoch: int) -> None:
         """The remote tier told its epoch of this namespace."""
         if epoch > self.fleet_epoch:
-            self.age += self.fleet_epoch > 0
+            self.shared_from = self.age if self.fleet_epoch else 0
             self.fleet_epoch = epoch
+        self.age += 1
 
     def record(self) -> SpaceRecord:
         """As the manifest keeps it."""

@@ -327,16 +327,18 @@ def test_writes_of_a_cleared_namespace_go_nowhere() -> None:
 
 
 def cleared_fleet(**settings: Any) -> tuple[Fleet, Driver, Engine]:
-    """A fleet that another node has cleared since this node stored a prompt; and this node, which
-    has another one on its way to the fleet."""
+    """A fleet that another node has cleared; and this node, which keeps a prompt from before that
+    couldn't be written there."""
     fleet = Fleet()
     first, node = [fleet.node(**{"host_slots": 16, **settings}) for _ in range(2)]
     engine = node.engine()
-    stored(first.engine(), 3)
+    stored(first.engine(), 1, seed=9)
     fleet.run(first)
     stored(engine, 3)
+    fleet.answer(node)
+    for move in remote_moves(node, MoveKind.WRITE):
+        node.end(move, MoveStatus.FAILED)
     fleet.run(node)
-    stored(engine, 3, seed=1)
     number = first.clear()
     fleet.answer(first)
     assert not first.is_open(ADMIN, number)
@@ -345,29 +347,35 @@ def cleared_fleet(**settings: Any) -> tuple[Fleet, Driver, Engine]:
 
 
 def test_what_another_node_cleared_is_not_shared_again() -> None:
-    """What this node keeps is older than the clear: on its way when it came, or stored again, it
-    stays here. What is stored since is shared, and so is all after a clear of this node."""
+    """What this node keeps is older than the clear: stored again it stays here. What is stored
+    since is shared, also before the clear was noticed, and so is all after a clear of this node."""
     fleet, node, engine = cleared_fleet()
+    stored(engine, 2, seed=1)
     fleet.run(node)
-    stored(engine, 3, seed=1)
+    stored(engine, 3)
+    fleet.run(node)
+    assert {value[3] for value in fleet.values} == set(engine.chain(2, 1))
+    assert node.drops("cleared") == 3
+    assert engine.lookup(engine.chain(3)) == 3
+    node.clear()
+    fleet.answer(node)
+    stored(engine, 3)
+    fleet.run(node)
+    assert set(engine.chain(3)) <= {value[3] for value in fleet.values}
+
+
+def test_what_is_to_be_shared_when_a_clear_is_noticed_and_is_older_is_dropped() -> None:
+    """Stored again before the clear was noticed: the probe that it is for tells of it."""
+    fleet, node, engine = cleared_fleet()
+    stored(engine, 3)
     fleet.run(node)
     assert fleet.values == {}
     assert node.drops("cleared") == 3
-    assert engine.lookup(engine.chain(3, 1)) == 3
-    stored(engine, 2, seed=2)
-    fleet.run(node)
-    assert {value[3] for value in fleet.values} == set(engine.chain(2, 2))
-    node.clear()
-    fleet.answer(node)
-    stored(engine, 3, seed=1)
-    fleet.run(node)
-    assert set(engine.chain(3, 1)) <= {value[3] for value in fleet.values}
 
 
 def test_what_another_node_cleared_is_not_shared_from_nvme_either() -> None:
     """Copies there are as old, and so is what is read back from them into host memory."""
     fleet, node, engine = cleared_fleet(host_slots=4, nvme_slots=32)
-    fleet.run(node)
     for seed in (2, 3):
         stored(engine, 3, seed)
         fleet.run(node)
