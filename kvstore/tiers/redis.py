@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,7 +172,7 @@ class RedisTier:
         nodes = [(node, node.stats()) for node in self._servers.nodes()]
         with self._counting:
             return RedisStats(
-                **{name: getattr(base, name) for name in TierIOStats.__slots__},
+                **asdict(base),
                 state=self._state(),
                 server=self._watch.server,
                 server_mode=self._servers.mode.value,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvstore.core.errors import CapacityError, ChunkCorruptError, TierUnavailableError
 from kvstore.tiers.redis_epochs import RedisEpochs, Space
@@ -26,11 +26,14 @@ DISCOVERY_S = 1.0
 REFRESH_S = 30.0
 SWEEP_NAMES = 1000
 """Names that a step of a sweep looks at."""
+SWEEP_STEPS_MAX = 1_000_000
+"""At one server; a cursor that never ends is a server that lies."""
 SWEEPS_MAX = 1000
 """Clears that wait for their sweep; the values of others leave by TTL, eviction or a later one."""
 STOP_S = 0.5
 """How long ``close`` waits for the thread: not for a connect that is under way."""
 
+_ENDED = object()
 _ELSEWHERE = ("MOVED", "ASK")
 _REFUSED = (CapacityError, ChunkCorruptError, TierUnavailableError)
 
@@ -54,6 +57,7 @@ class RedisWatch:
         self._closed = threading.Event()
         self._is_outdated = True
         self._discovered_s = 0.0
+        self._sweeping: Iterator[None] | None = None
         self._sweeps: deque[Space] = deque(maxlen=SWEEPS_MAX)
         self._thread = threading.Thread(target=self._run, name="kvstore-redis", daemon=True)
 
@@ -85,15 +89,27 @@ class RedisWatch:
 
     def _run(self) -> None:
         while not self._closed.is_set():
+            is_busy = False
             try:
                 self._round()
-                while self._sweeps and not self._closed.is_set():
-                    self._sweep(self._sweeps.popleft())
+                is_busy = self._go_on_sweeping(time.monotonic() + ROUND_S)
             except _REFUSED:
                 # Said by the breakers and the state; the next round tries again.
-                pass
-            self._due.wait(ROUND_S)
+                self._sweeping = None
+            if not is_busy:
+                self._due.wait(ROUND_S)
             self._due.clear()
+
+    def _go_on_sweeping(self, until_s: float) -> bool:
+        """Steps of sweeps until it's time for the next round; whether there is more to do."""
+        while time.monotonic() < until_s and not self._closed.is_set():
+            if self._sweeping is None:
+                if not self._sweeps:
+                    return False
+                self._sweeping = self._sweep(self._sweeps.popleft())
+            if next(self._sweeping, _ENDED) is _ENDED:
+                self._sweeping = None
+        return True
 
     def _round(self) -> None:
         nodes = self.servers.nodes()
@@ -139,13 +155,14 @@ class RedisWatch:
         """Whether the registry lacks what was entered."""
         return self.epochs.registered() < self.epochs.entered
 
-    def _sweep(self, space: Space) -> None:
-        """Walk over every server's names once, and unlink those of former epochs."""
+    def _sweep(self, space: Space) -> Iterator[None]:
+        """Walk over every server's names once, and unlink those of former epochs, in steps."""
         epoch = self.epochs.read(space)
         before = self._names.space(space)
         for node in self.servers.nodes():
             cursor = b"0"
-            while not self._closed.is_set():
+            for _ in range(SWEEP_STEPS_MAX):
+                yield
                 try:
                     with node.lane() as lane:
                         cursor = self._step(lane, cursor, before, epoch)
