@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "2000"))
 """Frames, and headers at rest, in one run; a tenth of it where an example costs much more."""
+AT_A_TIME = 20
 NUMBERS = (0, 1, 2, 3, 4, 7, 16, 31, 32, 127, 128, 255, 4095, 4096, 65_535, 65_536, 1 << 20)
 LARGE = ((1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 TEXTS = ("", "e1", "r", "uid:0", "\x1b[2J", "a\nb", "\u202e", "x" * 1025, "y" * 70_000, "\x00", "ü")
@@ -23,12 +25,22 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 
 
 def fuzz(examples: int) -> Callable[[Test], Test]:
-    """Run a test with that many seeds; a failure names its own."""
+    """Run a test with that many seeds; a failure names its own. Hypothesis draws the first of
+    AT_A_TIME, as it takes longer for each than most tests here."""
     phases = (Phase.explicit, Phase.reuse, Phase.generate)
+    chosen = settings(max_examples=-(-examples // AT_A_TIME) or 1, deadline=None, phases=phases)
 
     def decorate(test: Test) -> Test:
-        chosen = settings(max_examples=max(examples, 1), deadline=None, phases=phases)
-        decorated: Test = chosen(given(seed=st.integers(0, (1 << 64) - 1))(test))
+        @functools.wraps(test)
+        def several(*arguments: Any, seed: int, **fixtures: Any) -> None:
+            for one in range(seed, seed + min(AT_A_TIME, max(examples, 1))):
+                try:
+                    test(*arguments, seed=one, **fixtures)
+                except BaseException as error:
+                    error.add_note(f"with seed {one}")
+                    raise
+
+        decorated: Test = chosen(given(seed=st.integers(0, (1 << 64) - 1))(several))
         return decorated
 
     return decorate

@@ -197,7 +197,7 @@ def check(folder: Path, repair: bool) -> FolderReport:
     return report
 
 
-@fuzz(EXAMPLES // 10)
+@fuzz(EXAMPLES // 20)
 def test_a_mutated_folder_gives_whole_chunks_or_none(
     sound: Path, outcomes: Counter[str], seed: int
 ) -> None:
