@@ -182,7 +182,9 @@ class Rig:
             self.daemon.start()
             self.daemon.wait_for_stats(lambda s: not any(t["scanning"] for t in s["tiers"]))
         self.engine.fresh()
-        assert self.engine.call("wait_ready")["ready"]
+        if not self.engine.call("wait_ready")["ready"]:
+            said = self.engine.lines("kvstore")[-20:]
+            raise AssertionError(f"the engine isn't ready: {said}\n{self.daemon.stats()}")
 
     def written(self) -> None:
         """Wait until everything that was stored is on NVMe too."""
