@@ -40,7 +40,8 @@ class Looking:
         """Answer a lookup, or say that its answer is pending."""
         state, engine = self._state, session.engine
         space, chunks = _space(state, engine), 0
-        self.probing.finish(session, message.request)
+        if state.remote_up:
+            self.probing.finish(session, message.request)
         if space is not None and message.keys:
             lease = state.leases.renew(engine.key, message.request, message.keys, state.now)
             if lease is not None:
@@ -107,15 +108,17 @@ class Looking:
         return max(seen.chunks, found.reach(seen.run(), most, engine.window_chunks, window))
 
     def _renewed(self, engine: Engine, space: Space, message: Lookup, lease: Lease) -> int:
-        """What a lease still promises. Where that is less than what it pins, it pins that much from
-        now on: the window parts that a shorter hit needs are others. It never rises again."""
+        """What a lease still promises, from the remote tier only while that is up. Where it is less
+        than what it pins, it pins that much from now on: the window parts that a shorter hit needs
+        are others. It never rises again."""
         directory, window_chunks = self._state.directory, engine.window_chunks
         if lease.found is None:
             chunks = directory.step_down(space, lease.keys, lease.chunks, window_chunks)
         else:
             keys = lease.keys[: lease.chunks * KEY_BYTES]
             seen = directory.see(space, keys, window_chunks)
-            chunks = self._reach(engine, space, keys, seen, lease.found)
+            found = lease.found if self._state.remote_up else None
+            chunks = self._reach(engine, space, keys, seen, found)
         lease.chunks = chunks
         keys = lease.keys[: chunks * KEY_BYTES]
         if not keys or len(keys) == len(lease.keys):

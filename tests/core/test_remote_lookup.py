@@ -206,6 +206,22 @@ def test_an_error_or_a_tier_that_goes_down_gives_the_local_answer() -> None:
     assert remote_stats(node).probes_failed == 2
 
 
+def test_a_promise_from_the_remote_tier_ends_when_that_goes_down() -> None:
+    """The local part stays promised; the rest isn't promised again when the tier is back, as the
+    request may have computed it meanwhile."""
+    fleet, node, engine = sharing(4)
+    keys = engine.chain(4)
+    engine.put(keys[:1])
+    fleet.run(node)
+    number = ask(engine, keys.data)
+    fleet.answer(node)
+    assert told(engine, number)[-1] == ("HIT", 4)
+    node.event(RemoteState(False))
+    assert engine.lookup(keys) == 1
+    node.event(RemoteState(True))
+    assert engine.lookup(keys) == 1
+
+
 def test_a_release_ends_the_wait_with_a_miss() -> None:
     """Each PENDING is followed by exactly one answer, and no lease is taken for nobody."""
     fleet, node, engine = sharing(3)
