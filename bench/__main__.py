@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import codecs, cold, copies, directory, loaded, lookup, nvme
+from bench import codecs, cold, copies, directory, loaded, lookup, nvme, redis
 from bench.facts import Watch, describe, facts
 from bench.harness import Bench, Question, Row, Size, heading
 
@@ -25,6 +25,7 @@ QUESTIONS: tuple[Question, ...] = (
     directory.QUESTION,
     cold.QUESTION,
     codecs.QUESTION,
+    redis.QUESTION,
 )
 NOT_MET = 1
 
