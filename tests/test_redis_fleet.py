@@ -143,6 +143,8 @@ def test_refused_connections_cost_a_lookup_nothing(made: Fleet, server: Server) 
         member = made.member("a", proxy.url)
         member.wait_up()
         proxy.set(Fault.REFUSE)
+        for seed in range(100, 104):
+            assert member.load(seed) == 0
         member.wait(lambda redis: redis["state"].startswith("down"))
         member.store(1)
         before = member.redis()["probes"]

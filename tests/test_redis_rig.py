@@ -11,7 +11,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from tests.redis_cluster import Cluster, Sentinels
+from tests.redis_cluster import Sentinels
 from tests.redis_proxy import Fault, Proxy
 from tests.redis_rig import (
     PASSWORD,
@@ -60,24 +60,6 @@ def test_tls_wants_the_clients_certificate(private_folder: Path) -> None:
         for wrong in (ours, stranger, named | {"ssl_ca_certs": str(files.other_ca)}):
             with pytest.raises(redis.ConnectionError):
                 server.connection(**wrong).ping()
-
-
-def test_a_cluster_loses_regains_adds_and_moves(private_folder: Path) -> None:
-    with Cluster(private_folder) as cluster:
-        names = [f"name{number}" for number in range(60)]
-        assert {cluster.owner(name).port for name in names} == {n.port for n in cluster.nodes}
-        gone = cluster.owner("name0")
-        cluster.kill(gone)
-        left = next(name for name in names if cluster.owner(name) is not gone)
-        assert cluster.owner(left).run("SET", left, "1")
-        cluster.restart(gone)
-        assert gone.run("SET", "name0", "value")
-        new = cluster.add()
-        cluster.migrate(cluster.slot("name0"), new)
-        assert cluster.owner("name0") is new
-        assert new.run("GET", "name0") == b"value"
-        with pytest.raises(redis.exceptions.MovedError):
-            gone.run("GET", "name0")
 
 
 def test_a_sentinel_promotes_the_replica(private_folder: Path) -> None:
