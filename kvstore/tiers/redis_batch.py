@@ -65,7 +65,7 @@ def _by_holder(
         try:
             node = servers.holder(name)
         except TierUnavailableError as error:
-            answers[number] = error
+            answers[number] = error.with_traceback(None)  # whose frames hold the answers
             continue
         share = shares.get(node)
         if share is None:
@@ -110,6 +110,8 @@ def _receive(share: _Share, servers: RedisServers, answers: list[Answer]) -> lis
 
 
 def _fail(share: _Share, answers: list[Answer], error: TierUnavailableError) -> None:
+    """The error is the answer; without its trace, whose frames hold the answers in turn."""
     share.lane = None
+    error.__traceback__ = None
     for number in share.numbers:
         answers[number] = error

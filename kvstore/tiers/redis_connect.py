@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.tiers.redis_driver import (
+    ONCE,
     Connection,
     NoBackoff,
+    Parser,
     Retry,
     SSLConnection,
     UnixDomainSocketConnection,
@@ -47,7 +50,12 @@ def connect(settings: RedisSettings, host: str, port: int, login: Login) -> Lane
         return Lane(connection, settings.operation_timeout_s)
     except (redis.RedisError, OSError, ValueError, TypeError, OverflowError) as error:
         # redis-py lets Python's own errors through where a server answers nonsense.
-        raise of_connect(error, server) from _bare(error)
+        told, cause = of_connect(error, server), _bare(error)
+        _forget_frames(error)
+        try:
+            raise told from cause
+        finally:
+            del told, cause  # or this frame would be in a cycle, too
 
 
 def _connection(settings: RedisSettings, host: str, port: int, login: Login) -> AnyConnection:
@@ -59,6 +67,8 @@ def _connection(settings: RedisSettings, host: str, port: int, login: Login) -> 
         "socket_connect_timeout": settings.connect_timeout_s,
         "protocol": _RESP,
         "retry": Retry(NoBackoff(), 0),
+        "parser_class": Parser,
+        **ONCE,
     }
     if not port:
         make_unix: Callable[..., UnixDomainSocketConnection] = UnixDomainSocketConnection
@@ -77,6 +87,16 @@ def _connection(settings: RedisSettings, host: str, port: int, login: Login) -> 
         socket_keepalive=True,
         **common,
     )
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of the frames of an error and of those behind it. redis-py's hold their own errors in
+    turn, and the daemon collects no cycles: a server that is down for days is tried every few
+    seconds."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _bare(error: BaseException) -> BaseException | None:
