@@ -58,6 +58,8 @@ CODEC_IDS = {"identity": 0, "lz4": 1, "zstd": 2}
 """Codec IDs at rest: only ever append."""
 OTHERS_ID_MIN = 1 << 15
 """Codecs that aren't ours (entry points of the group ``kvstore.codecs``) have IDs from here on."""
+SHARDS_MAX = 1024
+"""Of an engine: each is a session of its daemon, which has no more. A chunk has room for each."""
 SEQUENCES_END = 1 << 63
 """No daemon counts so many writes; one that believed a higher number would soon have none left."""
 
@@ -162,7 +164,7 @@ def is_possible(header: ChunkHeader, payload: Payload, room_bytes: int) -> bool:
     """Whether a whole header can be that of a chunk in so much room: whoever finds one and doesn't
     look for a certain chunk has nothing else to compare it to."""
     fits = 0 < payload.stored_bytes <= room_bytes and 0 < header.payload_bytes <= room_bytes
-    counted = header.shard < header.shards and header.sequence < SEQUENCES_END
+    counted = header.shard < header.shards <= SHARDS_MAX and header.sequence < SEQUENCES_END
     return fits and counted and (header.parent == NO_PARENT) == (header.depth == 0)
 
 
