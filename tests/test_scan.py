@@ -154,7 +154,8 @@ def test_torn_payload_is_never_reported_after_a_crash(tier: NvmeTier) -> None:
 )
 def test_whole_header_of_an_impossible_chunk_is_damage(tier: NvmeTier, odd: dict[str, Any]) -> None:
     """Somebody wrote a header whose checksum is right and which no daemon writes: no bytes, more
-    than the slot has, a shard or a parent that can't be, billions of shards, a sequence after which there is none."""
+    than the slot has, a shard or a parent that can't be, billions of shards, a sequence after
+    which there is none."""
     put(tier, 0, 1)
     tier.close()
     raw = pack(replace(header(2), **odd), Payload(0, 1, PAYLOAD_BYTES, 0))
