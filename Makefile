@@ -42,7 +42,7 @@ sim: $(VENV)/.dev ## simulate the core with fresh seeds: make sim SECONDS=60 SEE
 	@$(BIN)/python -m tests.sim --seconds $(SECONDS) --seed $(SEED) --quiet
 
 soak: SECONDS = 240
-soak: $(VENV)/.dev ## kills, stops, bursts, simulator and load for long (20 minutes): make soak SECONDS=240
+soak: $(VENV)/.dev ## kills, stops, bursts, simulator and load for long (35 minutes): make soak SECONDS=240
 	@$(BIN)/python -m tests.soak --seconds $(SECONDS) $(ARGS)
 
 check: $(VENV)/.dev ## ruff, mypy --strict, the rules of the code base, and generated code up to date
