@@ -25,7 +25,7 @@ from kvstore.core.transfers import Blocks
 @dataclass(frozen=True, slots=True)
 class _Batch:
     """One retrieve's facts. ``lease``: that of its lookup, where it promises chunks of the remote
-    tier; it says which also when it has ended meanwhile."""
+    tier; it says which also when it has ended meanwhile. The first chunk is its ``first``."""
 
     ticket: Ticket
     space: Space
@@ -33,6 +33,7 @@ class _Batch:
     layout: Layout
     shard: Shard
     lease: Lease | None
+    first: int
 
     def key(self, chunk: int) -> bytes:
         """A chunk's key."""
@@ -68,7 +69,8 @@ class Retrieving:
             lease = state.leases.of(session.engine.key, message.request)
             if lease is not None and (lease.found is None or lease.space is not space):
                 lease = None
-            self._begin(_Batch(ticket, space, blocks, layout, shard, lease), chunks)
+            first = 0 if lease is None else lease.depth(message.keys[:KEY_BYTES]) or 0
+            self._begin(_Batch(ticket, space, blocks, layout, shard, lease, first), chunks)
         state.finish_if_ended(ticket)
 
     # ------------------------------------------------------------ private
@@ -121,7 +123,7 @@ class Retrieving:
 
     def _find_remote(self, batch: _Batch, lease: Lease, chunk: int, part: Part) -> Remote | None:
         """A part that the lease promises from the remote tier."""
-        found, depth = lease.found, lease.depth(batch.key(chunk), chunk)
+        found, depth = lease.found, lease.depth(batch.key(chunk), batch.first + chunk)
         if found is None or depth is None or depth >= lease.chunks:
             return None
         if not self._state.remote_up or not found.has(part, depth):
