@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 from kvstore.client_channel import STEP_MAX_S, Channel
 from kvstore.client_counts import LinkCounts
 from kvstore.client_joining import Join, check_engine
+from kvstore.client_pushes import Pushes
 from kvstore.client_tickets import Ticket
 from kvstore.client_waiters import Answer, Until, Waiter
 from kvstore.core.errors import CapacityError, KVStoreError, ProtocolError
@@ -64,7 +65,7 @@ class Link:
 
     ``opening`` is settled once the link is live or over; ``refusal`` then says whether the daemon
     refused it. ``namespace`` is the digest that keys start from, empty while the engine isn't
-    ready. ``pending`` holds the lookups whose answer the daemon still owes as a push. ``wake`` gets
+    ready. ``pushes`` are the answers of pending lookups. ``wake`` gets
     the attention of the thread that watches the channel.
     """
 
@@ -81,7 +82,7 @@ class Link:
         self.daemon: pb.Hello | None = None
         self.refusal: KVStoreError | None = None
         self.opening = Answer()
-        self.pending: set[int] = set()
+        self.pushes = Pushes()
         self.channel = Channel(peer, self._dispatch, self._lost, wake)
         self._join = join
         self._counts = counts
@@ -317,10 +318,10 @@ class Link:
         answer = self._answers.pop(number, None)
         if answer is not None:
             if message.status == HitStatus.PENDING:
-                self.pending.add(number)  # here: what ends it may lie behind it in the socket
+                self.pushes.owe(number)  # here: what ends it may lie behind it in the socket
             answer.settle(message)
         else:
-            self.pending.discard(number)
+            self.pushes.come(number, message.status == HitStatus.MISS)
 
     def _greeted(self, daemon: pb.Hello) -> None:
         if self.phase is not Phase.GREETING:
@@ -387,7 +388,7 @@ class Link:
         self._answers.clear()
         self._tickets.clear()
         self._held.clear()
-        self.pending.clear()
+        self.pushes.clear()
 
 
 def _not_ready(ticket: Ticket, error: Exception) -> bool:

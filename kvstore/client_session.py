@@ -16,6 +16,7 @@ from typing import cast
 from kvstore.client_counts import LinkCounts
 from kvstore.client_line import Hold, Line
 from kvstore.client_link import Link, Ready
+from kvstore.client_pushes import PUSHES_MAX, Push
 from kvstore.client_tickets import GroupBlocks, Ticket, TransferOutcome
 from kvstore.client_watching import ChunkChanges, Watch
 from kvstore.core.errors import CapacityError, LayoutMismatchError, ProtocolError
@@ -35,8 +36,6 @@ from kvstore.wire import BLOCKS_BYTES_MAX, KEYS_MAX, TEXT_CHARACTERS_MAX
 __all__ = ["Blocks", "LookupResult", "SchedulerSession", "SessionState", "Ticket",
            "TransferOutcome", "WorkerSession"]  # fmt: skip
 
-PENDING_MAX = 4096
-"""Lookups whose answer may be owed as a push at a time."""
 PENDING_MAX_S = 0.25
 """A push that is owed longer isn't waited for: the lookup is sent again."""
 
@@ -55,6 +54,7 @@ class LookupResult:
 
 
 MISS = LookupResult(HitStatus.MISS, 0, 0)
+PENDING = LookupResult(HitStatus.PENDING, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +150,17 @@ class SchedulerSession:
         link = self._line.live()
         if link is None or not data:
             return MISS
-        if self._pending and self._is_pending(link, request, data):
-            return LookupResult(HitStatus.PENDING, 0, 0)
+        push = self._pushed(link, request, data) if self._pending else Push.OVER
+        if push is not Push.OVER:
+            return PENDING if push is Push.OWED else MISS
         message = link.lookup(request, data[: KEYS_MAX * 32], self._lookup_timeout_s)
         if message is None or message.status == HitStatus.MISS:
             return MISS
         if message.status == HitStatus.PENDING:
-            if len(self._pending) >= PENDING_MAX:
+            if len(self._pending) >= PUSHES_MAX:
                 self._pending.clear()
             self._pending[request] = (data, message.id, time.monotonic() + PENDING_MAX_S)
-            return LookupResult(HitStatus.PENDING, 0, 0)
+            return PENDING
         chunks = min(message.chunks, len(data) // 32)
         tokens = max(0, min(chunks * keys.tokens_per_chunk, keys.num_tokens - 1))
         return LookupResult(HitStatus.HIT, chunks, tokens)
@@ -241,16 +242,19 @@ class SchedulerSession:
         link.poll()
         return link if link.live() else None
 
-    def _is_pending(self, link: Link, request: str, data: bytes) -> bool:
-        """Whether the daemon still owes the answer to this very lookup, and not for too long;
-        nothing is sent."""
+    def _pushed(self, link: Link, request: str, data: bytes) -> Push:
+        """How this very lookup stands, if it is pending and not for too long; nothing is sent."""
         pending = self._pending.get(request)
         if pending is not None and pending[0] == data:
             link.poll()
-            if pending[1] in link.pending and time.monotonic() < pending[2]:
-                return True
+            push = link.pushes.take(pending[1])
+            if push is Push.OWED and time.monotonic() < pending[2]:
+                return push
+            if push is Push.MISS:
+                del self._pending[request]
+                return push
         self._pending.pop(request, None)
-        return False
+        return Push.OVER
 
 
 class WorkerSession(SchedulerSession):
