@@ -12,7 +12,7 @@ from kvstore.doctor_findings import Finding, Status
 from kvstore.doctor_redis import examine
 from kvstore.tiers.redis_settings import RedisSettings
 from tests.conftest import private_environment, run_kvstore
-from tests.redis_cluster import Cluster
+from tests.redis_cluster import Cluster, Sentinels
 from tests.redis_proxy import Fault, Proxy
 from tests.redis_rig import (
     ADMIN,
@@ -173,6 +173,17 @@ def test_every_node_of_a_cluster_is_looked_at(private_folder: Path) -> None:
     assert broken["redis role"].status is Status.FAIL
 
 
+def test_a_sentinels_master_is_looked_at(private_folder: Path) -> None:
+    with Sentinels(private_folder) as sentinels:
+        found = look(sentinels.url)
+        assert found["redis servers"].detail == "1 answer"
+        assert found["redis role"].status is Status.OK
+        assert sentinels.first.calls("set") >= 5
+        unknown = look(sentinels.url.replace("/kv/", "/other/"))["redis servers"]
+    assert unknown.status is Status.FAIL
+    assert "knows no such service" in unknown.detail
+
+
 @pytest.mark.parametrize(
     ("fault", "name"),
     [
@@ -217,3 +228,14 @@ def test_exit_codes(private_folder: Path) -> None:
         for text in (out, *bad[1:], *usage[1:]):
             assert PASSWORD not in text
             assert "wrong-secret" not in text
+
+
+def test_configured_servers_are_checked_with_the_machine(private_folder: Path) -> None:
+    """Without ``--redis``, behind the other checks."""
+    with standalone(private_folder / "v", **GOOD) as server:
+        environment = private_environment(private_folder, {"KVSTORE_REDIS_URL": server.url})
+        done = run_kvstore(environment, "doctor", "--json")
+    names = [check["name"] for check in json.loads(done.stdout)["checks"]]
+    assert done.returncode == 0, done.stdout
+    assert names[-len(NAMES) :] == NAMES
+    assert "memory" in names
