@@ -15,7 +15,7 @@ from kvstore.core.keys import ChunkKeys
 from kvstore.core.messages import HitStatus
 from kvstore_transformers.paged import GROUP
 
-PENDING_S = 0.05
+PENDING_S = 0.25
 """How long a lookup whose remote answer is out is asked again before the local answer is taken."""
 Answer = TypeVar("Answer")
 
