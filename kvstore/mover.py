@@ -38,10 +38,11 @@ from kvstore.core.messages import (
 from kvstore.core.remote_messages import RemoteEffect
 from kvstore.device.base import Pages
 from kvstore.mover_lanes import REDIS_LANES, Lane, LaneName, LaneStats, lane_of
-from kvstore.mover_remote import NOT_OPEN, Answer, RemoteAsks, RemoteTier
+from kvstore.mover_remote import NOT_OPEN, Answer, RemoteAsks
 from kvstore.tiers.base import ChunkForeignError, Tier
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.priority import Home
+from kvstore.tiers.remote import RemoteTier
 
 _log = logging.getLogger(__name__)
 

@@ -13,23 +13,18 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.core.errors import KVStoreError
 from kvstore.core.guard import guarded
-from kvstore.core.messages import ChunkHeader, Place
 from kvstore.core.remote_messages import (
     Probe,
     Probed,
     RemoteClear,
     RemoteCleared,
     RemoteEffect,
-    RemoteEnter,
 )
 from kvstore.tiers.priority import lower_priority
+from kvstore.tiers.remote import RemoteTier
 from kvstore.tiers.threads import start_thread
 
 _log = logging.getLogger(__name__)
@@ -39,26 +34,6 @@ Answer = Callable[[Probed | RemoteCleared], None]
 NOT_OPEN = "the tier isn't open"
 
 _Queue = queue.SimpleQueue[RemoteEffect | None]
-
-
-class RemoteTier(Protocol):
-    """The remote tier as the mover knows it. Calls come from several threads, have deadlines of
-    their own, and raise KVStoreErrors without secrets; after its close each raises at once."""
-
-    def read(self, place: Place, header: ChunkHeader, out: NDArray[np.uint8]) -> None:
-        """As a Tier's; ``place.slab`` is the fleet's epoch."""
-
-    def write(self, place: Place, header: ChunkHeader, payload: NDArray[np.uint8]) -> None:
-        """As a Tier's."""
-
-    def probe(self, probe: Probe) -> Probed:
-        """Which keys are there."""
-
-    def enter(self, enter: RemoteEnter) -> None:
-        """Make a namespace known, for clears."""
-
-    def clear(self, clear: RemoteClear) -> RemoteCleared:
-        """Raise the epochs of matching namespaces."""
 
 
 @dataclass(frozen=True, slots=True)
