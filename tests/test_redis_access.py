@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,46 @@ from kvstore.core.errors import TierUnavailableError
 from kvstore.core.remote_messages import RemoteClear, RemoteEnter
 from kvstore.testing import sample_header
 from kvstore.testing.remote_tiers import probe_of
-from tests.redis_rig import PASSWORD, USER, guarded, guarded_url, wait_until
-from tests.redis_tiers import opened, up, write, write_blindly
+from tests.redis_rig import (
+    PASSWORD,
+    USER,
+    guarded,
+    guarded_url,
+    standalone,
+    unix_url,
+    wait_until,
+)
+from tests.redis_tiers import name_of, opened, up, write, write_blindly
 
 MODEL = "org/model"
+
+
+def test_every_form_of_an_address_is_used(private_folder: Path) -> None:
+    """Field case 74: [::1], a database, a Unix socket; each is where it says."""
+    header = sample_header(1, 100)
+    with standalone(private_folder / "r", bind="127.0.0.1 -::1") as server:
+        forms = {
+            f"redis://127.0.0.1:{server.port}/3": 3,
+            f"redis://localhost:{server.port}?db=4": 4,
+            unix_url(server, 5): 5,
+        }
+        if has_ipv6():
+            forms[f"redis://[::1]:{server.port}/6"] = 6
+        for url, database in forms.items():
+            with up(url) as tier:
+                epoch = write(tier, header)
+            with server.connection(db=database) as client:
+                assert client.exists(name_of(header, epoch))
+
+
+def has_ipv6() -> bool:
+    """Whether this machine has ::1."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 def test_wrong_credentials_are_a_state(
