@@ -51,7 +51,7 @@ SWITCH_INTERVAL_S = 1e-4
 """A busy Python thread gives the loop its turn after this long; the default costs 5 ms."""
 DRAIN_S = 7.0
 STOP_S = 9.5
-SCAN_EVENT_SLOTS = 100
+SCAN_EVENT_SLOTS = 200
 """Slots of the scan that the core takes in at a time, so that requests don't wait for thousands."""
 SAMPLE_S = 1.0
 LOOP_ANSWER_S = 2.0

@@ -146,7 +146,7 @@ def unpack(block: bytes | memoryview | NDArray[np.uint8]) -> tuple[ChunkHeader, 
         raw_bytes, stored_bytes, checksum, sequence, key, parent, namespace, epoch, depth, tokens,
         shard, shards, part, dtype, codec_id, codec_version, tenant_bytes, tenant,
     ) = _BODY.unpack_from(data, _PREFIX.size)  # fmt: skip
-    if dtype not in _DTYPE_NAMES or part not in (Part.FULL, Part.WINDOW):
+    if dtype not in _DTYPE_NAMES or part not in _PARTS:
         raise ChunkCorruptError(f"header: dtype={dtype} part={part} are unknown")
     try:
         name = tenant[:tenant_bytes].decode("utf-8", "surrogatepass")
@@ -155,7 +155,7 @@ def unpack(block: bytes | memoryview | NDArray[np.uint8]) -> tuple[ChunkHeader, 
     header = ChunkHeader(
         key=ChunkKey(key), parent=ChunkKey(parent), depth=depth, tenant=name, namespace=namespace,
         epoch=epoch, dtype=_DTYPE_NAMES[dtype], tokens=tokens, shard=shard, shards=shards,
-        part=Part(part), payload_bytes=raw_bytes, sequence=sequence,
+        part=_PARTS[part], payload_bytes=raw_bytes, sequence=sequence,
     )  # fmt: skip
     return header, Payload(codec_id, codec_version, stored_bytes, checksum)
 
@@ -212,5 +212,6 @@ def _open(block: bytes | memoryview | NDArray[np.uint8]) -> tuple[int, bytes]:
     return kind, data
 
 
+_PARTS = {int(part): part for part in Part}
 _ERASED = erased()
 _NEVER_WRITTEN = bytes(HEADER_BYTES)

@@ -14,15 +14,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-
-import numpy as np
-from numpy.typing import NDArray
+from contextlib import closing
 
 from kvstore.codecs.base import HEADER_BYTES, is_free, is_possible, unpack
 from kvstore.core.errors import ChunkCorruptError
 from kvstore.core.messages import ChunkHeader, Place, ScannedSlot, TierName
 from kvstore.tiers.base import SCAN_BATCH_SLOTS, ScanReport
-from kvstore.tiers.block_io import aligned_empty
+from kvstore.tiers.headers import Block, HeaderReads
 from kvstore.tiers.slabs import SlabFolder
 
 _log = logging.getLogger(__name__)
@@ -45,11 +43,12 @@ class SlabScan:
 
     def run(self, report: ScanReport, stop: threading.Event) -> None:
         """Report every slot once, in batches; return early once ``stop`` is set."""
-        for slab, slot_bytes in self._folder.slabs().items():
-            for slot in self._slots_of(slab, slot_bytes):
-                if stop.is_set():
-                    return
-                self._found(slot, report)
+        with HeaderReads(self._folder.io) as reads:
+            for slab, slot_bytes in self._folder.slabs().items():
+                for slot in self._slots_of(reads, slab, slot_bytes):
+                    if stop.is_set():
+                        return
+                    self._found(slot, report)
         for _, _, slot in sorted(self._held):
             if stop.is_set():
                 return
@@ -57,38 +56,39 @@ class SlabScan:
         self._flush(report)
         _log.info("nvme: scanned %d slots, %d damaged", self._slots, self._damaged)
 
-    def _slots_of(self, slab: int, slot_bytes: int) -> Iterator[ScannedSlot]:
+    def _slots_of(self, reads: HeaderReads, slab: int, slot_bytes: int) -> Iterator[ScannedSlot]:
         """Every slot of a slab; all of them hold nothing where its file can't be opened."""
-        block = aligned_empty(HEADER_BYTES)
         count = self._folder.slots(slot_bytes)
         places = (Place(TierName.NVME, slab, index, slot_bytes) for index in range(count))
         try:
-            with self._folder.existing(slab, slot_bytes) as fd:
+            with (
+                self._folder.existing(slab, slot_bytes) as fd,
+                closing(reads.blocks(fd, count, slot_bytes)) as blocks,
+            ):
                 end = os.fstat(fd).st_size
-                for place in places:
+                for block in blocks:
                     before = self._damaged
-                    header = self._header(fd, place, block, end)
+                    place = next(places)
+                    header = self._header(place, block, end)
                     yield ScannedSlot(place, header, self._damaged > before)
         except OSError as error:
             _log.error("nvme: slab %d (%d) can't be read: %s", slab, slot_bytes, error)
             for place in places:
                 yield ScannedSlot(place, None)
 
-    def _header(
-        self, fd: int, place: Place, block: NDArray[np.uint8], end: int
-    ) -> ChunkHeader | None:
+    def _header(self, place: Place, block: Block, end: int) -> ChunkHeader | None:
         """What stands in a slot's header, None unless it is whole and its chunk fits."""
+        if block is None:
+            return None
+        if isinstance(block, OSError):
+            _log.warning("nvme: slab %d slot %d: %s", place.slab, place.index, block)
+            self._damaged += 1
+            return None
         offset = place.index * place.slot_bytes
         try:
-            if self._folder.io.preadv(fd, [block], offset) < HEADER_BYTES:
-                return None
             header, payload = unpack(block)
         except ChunkCorruptError:
             self._damaged += not is_free(block)
-            return None
-        except OSError as error:
-            _log.warning("nvme: slab %d slot %d: %s", place.slab, place.index, error)
-            self._damaged += 1
             return None
         room = min(place.slot_bytes, end - offset) - HEADER_BYTES
         if not is_possible(header, payload, room):
