@@ -1,4 +1,8 @@
-"""Blocks of a request: checked once, then cut into what each chunk's parts need."""
+"""Blocks of a request: checked, then cut into what each chunk's parts need.
+
+A request may name millions. Those of its first chunks are checked before anything is begun, as far
+as one event may; the others as their chunks are begun.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,30 @@ from kvstore.core.layout import NULL_BLOCK, Layout, Part
 
 _ID_BYTES = 4
 _NULL = NULL_BLOCK.to_bytes(_ID_BYTES, "little")
+CHECK_IDS = 65_536
+"""Block IDs checked in the event that brings a request, unless its first chunk has more."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkBlocks:
-    """Per group of ``layout``, the packed block IDs of a request's chunks, in token order."""
+    """Per group of ``layout``, the packed block IDs of a request's chunks, in token order. Those
+    of the first ``checked`` chunks are valid; ``has_null`` tells where any may be null."""
 
     layout: Layout
     packed: tuple[bytes, ...]
     has_null: tuple[bool, ...]
+    checked: int
+
+    def check(self, chunk: int) -> str:
+        """What is wrong with a chunk's IDs, in one line; empty if nothing is."""
+        if chunk < self.checked:
+            return ""
+        for number in range(len(self.packed)):
+            largest = _largest(self._cut(number, chunk))
+            reason = _beyond(self.layout, number, largest)
+            if reason:
+                return reason
+        return ""
 
     def of(self, part: Part, chunk: int) -> tuple[tuple[int, bytes], ...]:
         """(group, packed IDs) of one chunk's part."""
@@ -48,28 +67,43 @@ def check_blocks(layout: Layout, chunks: int, blocks: tuple[bytes, ...]) -> Chun
     if len(blocks) != len(layout.groups):
         names = ", ".join(group.name for group in layout.groups)
         return f"blocks: {len(blocks)} groups given; the layout has {len(layout.groups)}: {names}"
-    nulls = []
     for number, packed in enumerate(blocks):
-        group = layout.groups[number]
         expected = chunks * layout.blocks_per_chunk(number)
         if len(packed) != expected * _ID_BYTES:
             return (
-                f"blocks: group {group.name!r} has {len(packed) / _ID_BYTES:g} block IDs; "
-                f"{chunks} chunks need {expected}"
+                f"blocks: group {layout.groups[number].name!r} has {len(packed) / _ID_BYTES:g} "
+                f"block IDs; {chunks} chunks need {expected}"
             )
-        ids = array("I", packed)
-        largest = max(ids, default=0)
-        if largest == NULL_BLOCK:
-            largest = max((block for block in ids if block != NULL_BLOCK), default=0)
-            nulls.append(True)
-        else:
-            nulls.append(False)
-        if largest >= group.num_blocks():
-            return (
-                f"blocks: group {group.name!r} has block ID {largest}; "
-                f"valid are 0..{group.num_blocks() - 1}"
-            )
-    return ChunkBlocks(layout, blocks, tuple(nulls))
+    ids = sum(layout.blocks_per_chunk(number) for number in range(len(blocks)))
+    checked = min(chunks, max(1, CHECK_IDS // ids))
+    nulls = []
+    for number, packed in enumerate(blocks):
+        first = packed[: checked * layout.blocks_per_chunk(number) * _ID_BYTES]
+        nulls.append(checked < chunks or _NULL in first)
+        reason = _beyond(layout, number, _largest(first))
+        if reason:
+            return reason
+    return ChunkBlocks(layout, blocks, tuple(nulls), checked)
+
+
+def _largest(packed: bytes) -> int:
+    """The largest ID that isn't null; 0 where there is none."""
+    ids = array("I", packed)
+    largest = max(ids, default=0)
+    if largest == NULL_BLOCK:
+        largest = max((block for block in ids if block != NULL_BLOCK), default=0)
+    return largest
+
+
+def _beyond(layout: Layout, number: int, largest: int) -> str:
+    """Why a group has no block of this ID; empty if it has."""
+    group = layout.groups[number]
+    if largest < group.num_blocks():
+        return ""
+    return (
+        f"blocks: group {group.name!r} has block ID {largest}; "
+        f"valid are 0..{group.num_blocks() - 1}"
+    )
 
 
 def _split(packed: bytes) -> set[bytes]:

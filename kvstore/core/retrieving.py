@@ -92,6 +92,10 @@ class Retrieving:
         isn't."""
         if not batch.space.alive:
             return Step.END
+        wrong = batch.blocks.check(chunk)
+        if wrong:
+            batch.ticket.fail(chunk, f"retrieve: {wrong}")
+            return Step.END
         found: list[tuple[Slot | Remote, Blocks]] = []
         for part in Part:
             if batch.blocks.all_null(part, chunk):

@@ -17,6 +17,7 @@ class Drop(Enum):
     PARENT_MISSING = "parent_missing"
     PARENT_LOST = "parent_lost"
     NULL_BLOCK = "null_block"
+    BAD_BLOCK = "bad_block"
     CANCELLED = "cancelled"
     SESSION_LOST = "session_lost"
     STORE_FAILED = "store_failed"

@@ -149,6 +149,10 @@ class Storing:
 
     def _store_chunk(self, batch: _Batch, chunk: int) -> Drop | Step:
         """Keep one chunk; tells why it can't be, if so."""
+        wrong = batch.blocks.check(chunk)
+        if wrong:
+            batch.ticket.fail(chunk, f"store: {wrong}")
+            return Drop.BAD_BLOCK
         if batch.blocks.any_null(Part.FULL, chunk):
             return Drop.NULL_BLOCK
         if chunk >= batch.fulls:

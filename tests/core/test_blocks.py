@@ -6,8 +6,11 @@ import struct
 
 import pytest
 
+from kvstore.core import blocks as core_blocks
 from kvstore.core.blocks import ChunkBlocks, check_blocks
 from kvstore.core.layout import NULL_BLOCK, LayerGroup, Layout, Part, TensorSpan
+from kvstore.core.messages import Refused
+from tests.core.driver import BLOCKS, Driver, block_ids, limits
 
 TWO = Layout(
     "float32",
@@ -102,3 +105,31 @@ def test_no_chunks_need_no_blocks() -> None:
     """An empty batch is whole; one with blocks and no chunks is refused."""
     checked(0, b"", b"")
     assert isinstance(check_blocks(TWO, 0, (packed(1), b"")), str)
+
+
+@pytest.mark.parametrize("verb", ["store", "retrieve"])
+def test_block_ids_of_a_long_request_are_checked_as_its_chunks_are_begun(
+    monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """Eight IDs an event: of a request of 200 chunks the first eight are checked before anything is
+    begun. Chunk 150 names a block that isn't there: what is before it is done, and no Move names
+    it; where chunk 5 does, nothing is begun."""
+    monkeypatch.setattr(core_blocks, "CHECK_IDS", 8)
+    driver = Driver(limits(host_slots=400))
+    engine = driver.engine()
+    keys = engine.chain(200)
+    if verb == "retrieve":
+        for first in range(0, 200, 50):
+            assert engine.put(keys[first : first + 50]) == b"\1" * 50
+    ask = getattr(engine, verb)
+    bad = BLOCKS.to_bytes(4, "little")
+    number = ask(keys, full=block_ids(150) + bad + block_ids(49))
+    while driver.moves or driver.service.next_tick_s(driver.now) == 0.0:
+        driver.run()
+        driver.tick()
+    completed = driver.completed(engine.workers[0], number)
+    assert completed.done == b"\1" * 150 + b"\0" * 50
+    assert "block ID 4096" in completed.reason
+    assert all(bad not in blocks for move in driver.handed_out for _, blocks in move.blocks)
+    refused = driver.answer(engine.workers[0], ask(keys, full=block_ids(5) + bad + block_ids(194)))
+    assert isinstance(refused, Refused)
