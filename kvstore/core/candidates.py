@@ -3,7 +3,8 @@
 WINDOW parts leave before whole copies that were used no earlier: they serve the last tokens of one
 hit only, but a prompt that was stored a moment ago is no hit without them. A whole copy is a
 candidate while it is a leaf without lease or Move. Copies whose slots have different sizes (the
-shards of a pipeline) queue together under the sizes that evicting them frees.
+shards of a pipeline) queue together under the sizes that evicting them frees; where there are
+quotas, each tenant's queue by themselves.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from collections.abc import Callable, Iterable
 
 from kvstore.core.eviction import Look, Policy
 from kvstore.core.layout import Part
+from kvstore.core.quotas import NO_QUOTAS, Quotas
 from kvstore.core.slots import Slot, SlotState
 from kvstore.core.tree_nodes import Copy
 
-Sizes = tuple[int, ...]
+_Queues = dict[tuple[str, tuple[int, ...]], Policy]
+"""By tenant, where quotas are kept, and by sizes."""
 _BOTH = [Part.FULL, Part.WINDOW]
 
 
@@ -23,12 +26,13 @@ class Candidates:
     """A policy for each combination of slot sizes. ``guard`` is the copy that room is made for;
     ``looks_left`` are the candidates that this event may still look at."""
 
-    def __init__(self, policy: Callable[[], Policy]) -> None:
+    def __init__(self, policy: Callable[[], Policy], quotas: Quotas = NO_QUOTAS) -> None:
         self.guard: Copy | None = None
         self.looks_left = 0
         self._policy = policy
-        self._copies: dict[Sizes, Policy] = {}
-        self._windows: dict[Sizes, Policy] = {}
+        self._by_tenant = quotas != NO_QUOTAS
+        self._copies: _Queues = {}
+        self._windows: _Queues = {}
 
     def offer(self, copy: Copy) -> None:
         """Note a copy that may be evictable, whole or in part."""
@@ -46,8 +50,13 @@ class Candidates:
     def take(self, slot_bytes: int) -> tuple[Copy, list[Part]] | None:
         """The copy, and its parts, to evict for a slot of this size; None where there is none, or
         with ``looks_left`` below 0, where it wasn't found within the looks that there were."""
-        windows = _freeing(self._windows, slot_bytes)
-        copies = _freeing(self._copies, slot_bytes)
+        return self._first(_freeing(self._windows, slot_bytes), _freeing(self._copies, slot_bytes))
+
+    def take_of(self, tenant: str) -> tuple[Copy, list[Part]] | None:
+        """The same for what leaves first of a tenant that has a quota, of any size."""
+        return self._first(_of(self._windows, tenant), _of(self._copies, tenant))
+
+    def _first(self, windows: list[Policy], copies: list[Policy]) -> tuple[Copy, list[Part]] | None:
         window = self._coldest(windows, self._look_at_window)
         if window is None:
             copy = None if self.looks_left < 0 else self._take(copies, self._look_at_copy)
@@ -114,18 +123,24 @@ class Candidates:
     def _loose(self, copy: Copy) -> bool:
         return copy.live and copy.space.alive and not copy.leases and copy is not self.guard
 
-    def _queue(self, queues: dict[Sizes, Policy], copy: Copy, part: Part) -> Policy:
+    def _queue(self, queues: _Queues, copy: Copy, part: Part) -> Policy:
         found = [slot.slab.slot_bytes for slot in copy.part(part) if slot is not None]
         sizes = tuple(found) if len(found) == 1 else tuple(sorted(set(found)))
-        policy = queues.get(sizes)
+        name = (copy.space.tenant if self._by_tenant else "", sizes)
+        policy = queues.get(name)
         if policy is None:
-            policy = queues[sizes] = self._policy()
+            policy = queues[name] = self._policy()
         return policy
 
 
-def _freeing(queues: dict[Sizes, Policy], slot_bytes: int) -> list[Policy]:
+def _freeing(queues: _Queues, slot_bytes: int) -> list[Policy]:
     """The policies whose copies free a slot of this size."""
-    return [policy for sizes, policy in queues.items() if slot_bytes in sizes]
+    return [policy for (_, sizes), policy in queues.items() if slot_bytes in sizes]
+
+
+def _of(queues: _Queues, tenant: str) -> list[Policy]:
+    """The policies of a tenant's copies."""
+    return [policy for (owner, _), policy in queues.items() if owner == tenant]
 
 
 def _all_idle(slots: Iterable[Slot | None]) -> bool:

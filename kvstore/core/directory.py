@@ -48,8 +48,10 @@ class Directory:
     """The trees by tier, fastest first, and the staging ring."""
 
     def __init__(self, limits: Limits, policy: Callable[[], Policy]) -> None:
-        self.host = Tree(TierName.HOST, limits.host, policy)
-        self.nvme = None if limits.nvme is None else Tree(TierName.NVME, limits.nvme, policy)
+        self.host = Tree(TierName.HOST, limits.host, policy, limits.quotas)
+        self.nvme = (
+            None if limits.nvme is None else Tree(TierName.NVME, limits.nvme, policy, limits.quotas)
+        )
         self._trees = (self.host,) if self.nvme is None else (self.host, self.nvme)
         self._counts = {tier: TierCount() for tier in LOCAL_TIERS}
         self._staging_from = limits.host.slabs

@@ -59,6 +59,7 @@ class Policy(Protocol):
         """A copy has left otherwise: forget one or two that have, if any are held. Short."""
 
 
+MakePolicy = Callable[[], Policy]
 _Entry = tuple[int, int, Copy]
 _TRIM_ENTRIES = 2
 _HELD_SETS = 256

@@ -28,6 +28,7 @@ def check(state: State) -> None:
                 _must(copy.leases == pins.get(id(copy), 0), "its leases don't add up", copy)
         _must(tree.chunks == len(seen), "its chunks don't add up", tree.tier)
         _check_slots(tree, seen)
+        _check_accounts(tree)
     _check_jobs(state)
     _check_sessions(state)
 
@@ -91,6 +92,20 @@ def _check_slots(tree: Tree, seen: set[int]) -> None:
                 _must(known, "belongs to nothing", slot)
                 filled = slot.state is SlotState.READY or slot.landed or bool(slot.holders)
                 _must(filled, "nothing fills it", slot)
+
+
+def _check_accounts(tree: Tree) -> None:
+    """Each tenant's account has what its slots add up to."""
+    used: Counter[str] = Counter()
+    for slab in tree.slabs.cuts():
+        for slot in slab:
+            _must((slot.account is None) == (slot.state is SlotState.FREE), "nobody's", slot)
+            if slot.account is not None:
+                used[slot.account.tenant] += slab.slot_bytes
+                tenant = slot.account.tenant if slot.owner is None else slot.owner.space.tenant
+                _must(tenant == slot.account.tenant, "on another's account", slot)
+    for account in tree.accounts.all():
+        _must(account.used_bytes == used[account.tenant], "an account is wrong", account)
 
 
 def _check_jobs(state: State) -> None:

@@ -7,6 +7,7 @@ from enum import Enum
 
 from kvstore.core.layout import Layout, Part
 from kvstore.core.messages import TierName
+from kvstore.core.quotas import NO_QUOTAS, Quotas
 
 ALIGN_BYTES = 4096
 HEADER_BYTES = 4096
@@ -103,6 +104,8 @@ class Limits:
     """What engines get that don't register all of their KV (Layout.uncached)."""
     sessions_max: int = 1024
     """Sessions at a time; beyond it a registration is refused."""
+    quotas: Quotas = NO_QUOTAS
+    """How much of each local tier a tenant may hold."""
     nvme_retry_s: float = 30.0
     """After a full disk, this long until the tier tries to grow again."""
 

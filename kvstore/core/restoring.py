@@ -111,6 +111,7 @@ class Restoring:
         if former is not None and not self._replaces(nvme, former, header.sequence):
             return Drop.SCAN_DUPLICATE
         slot.reserve(copy, header.shard, header.part, header.payload_bytes)
+        slot.charge(nvme.accounts.of(space.tenant))
         slot.landed = True
         slot.sequence = header.sequence
         slot.commit()

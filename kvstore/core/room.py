@@ -1,9 +1,9 @@
 """Room: where a slot comes from when a tier is full.
 
-In this order: a free slot; slots of hidden copies, swept now; a slab of another size that has more
-than its share; what leaves first of what frees this size. An event makes only so much room; where
-that isn't enough, whoever asks is told to ask again in the next one, so that nothing is refused
-while anything may leave.
+In this order: a tenant at its quota gives up what leaves first of its own; a free slot; slots of
+hidden copies, swept now; a slab of another size that has more than its share; what leaves first of
+what frees this size. An event makes only so much room; where that isn't enough, whoever asks is
+told to ask again in the next one, so that nothing is refused while anything may leave.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvstore.core.slots import Slot, SlotState
 from kvstore.core.stats import Drop
 
 if TYPE_CHECKING:
+    from kvstore.core.quotas import Account
     from kvstore.core.tree import Tree
     from kvstore.core.tree_nodes import Copy
 
@@ -43,6 +44,9 @@ class Room:
     def take(self, slot_bytes: int, guard: Copy) -> Slot | Drop | None:
         """A FREE slot for a copy, which stays; why there is none; or None where there may be one
         in the next event."""
+        account = self._tree.accounts.of(guard.space.tenant)
+        if account.lacks(slot_bytes) and not self._fit(account, slot_bytes, guard):
+            return None if self._goes_on() else Drop.HOST_QUOTA if self._tree.tier is TierName.HOST else Drop.NVME_QUOTA
         slabs, candidates = self._tree.slabs, self._tree.candidates
         slot = slabs.take(slot_bytes)
         if slot is None and self._sweep():
@@ -60,10 +64,32 @@ class Room:
             self._tree.offer(guard)
         if slot is not None:
             return slot
-        hidden = self._left <= 0 and self._tree.sweeping()
-        if hidden or self._leaving is not None or candidates.looks_left < 0:
+        if self._leaving is not None or self._goes_on():
             return None
         return Drop.HOST_FULL if self._tree.tier is TierName.HOST else Drop.NVME_FULL
+
+    def _goes_on(self) -> bool:
+        """Whether more room may be made in the next event."""
+        hidden = self._left <= 0 and self._tree.sweeping()
+        return hidden or self._tree.candidates.looks_left < 0
+
+    def _fit(self, account: Account, slot_bytes: int, guard: Copy) -> bool:
+        """Make a tenant that is at its quota give up what leaves first of its own; tells whether a
+        slot of this size fits now."""
+        candidates = self._tree.candidates
+        candidates.guard = guard
+        try:
+            while account.lacks(slot_bytes):
+                if self._sweep():
+                    continue
+                found = candidates.take_of(account.tenant)
+                if found is None:
+                    return False
+                self._tree.evict(*found)
+        finally:
+            candidates.guard = None
+            self._tree.offer(guard)
+        return True
 
     def _sweep(self) -> bool:
         swept = self._tree.sweep(max(0, min(_SWEEP_ENTRIES, self._left)))

@@ -30,6 +30,7 @@ from kvstore.core.messages import MoveID, Place, TierName
 from kvstore.core.words import Word
 
 if TYPE_CHECKING:
+    from kvstore.core.quotas import Account
     from kvstore.core.slabs import Slab
     from kvstore.core.tickets import Wait
     from kvstore.core.tree_nodes import Copy
@@ -65,7 +66,8 @@ class Slot:
 
     There are millions, so sets and lists exist only while something is in them. ``landed``: a
     RESERVED slot's bytes are whole, and it waits for its parent to commit. ``leased``: a lease
-    protects its owner. ``waits`` are the tickets to tell when it commits or is cancelled.
+    protects its owner. ``account`` is that of the tenant that holds it. ``waits`` are the tickets
+    to tell when it commits or is cancelled.
     ``write_queued``: it waits for its write to NVMe, which isn't tried before ``write_again_s``
     where it was refused. ``shared``: it waits for its write to the remote tier, or is there.
     ``age``: its namespace's when its bytes were stored (spaces.py). ``sequence``: when a scan found
@@ -73,6 +75,7 @@ class Slot:
     """
 
     __slots__ = (
+        "account",
         "age",
         "generation",
         "holders",
@@ -98,6 +101,7 @@ class Slot:
         self.state = SlotState.FREE
         self.generation = 0
         self.holders: Set[MoveID] = _NO_MOVES
+        self.account: Account | None = None
         self.owner: Copy | None = None
         self.shard = 0
         self.part = Part.FULL
@@ -153,6 +157,11 @@ class Slot:
         self.payload_bytes = payload_bytes
         if owner is not None and owner.leases:
             self.mark_leased(True)
+
+    def charge(self, account: Account) -> None:
+        """A tenant holds it from now on, until it is FREE."""
+        self.account = account
+        account.used_bytes += self.slab.slot_bytes
 
     def mark_leased(self, leased: bool) -> None:
         """Whether a lease protects its owner, which its slab counts."""
@@ -221,6 +230,9 @@ class Slot:
     def _clean(self) -> None:
         self.generation += 1
         self.mark_leased(False)
+        if self.account is not None:
+            self.account.used_bytes -= self.slab.slot_bytes
+            self.account = None
         self.owner = None
         self.sequence = 0
         self.landed = False

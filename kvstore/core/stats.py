@@ -14,6 +14,7 @@ class Drop(Enum):
     HOST_FULL = "host_full"
     ENGINE_NOT_READY = "engine_not_ready"
     SESSION_LIMIT = "session_limit"
+    TENANT_QUOTA = "tenant_quota"
     PARENT_MISSING = "parent_missing"
     PARENT_LOST = "parent_lost"
     NULL_BLOCK = "null_block"

@@ -16,17 +16,17 @@ Whoever waits for a slot is told through ``settled``, new READY slots appear in 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 from kvstore.core.candidates import Candidates
 from kvstore.core.cascades import Spread
 from kvstore.core.errors import InvariantError
-from kvstore.core.eviction import Policy
+from kvstore.core.eviction import MakePolicy
 from kvstore.core.hidden import Hidden
 from kvstore.core.keys import KEY_BYTES
 from kvstore.core.layout import Part
 from kvstore.core.limits import TierLimits, slot_bytes
 from kvstore.core.messages import ChunkHeader, MoveID, TierName
+from kvstore.core.quotas import NO_QUOTAS, Accounts, Quotas
 from kvstore.core.room import Room
 from kvstore.core.slabs import SlabSpace
 from kvstore.core.slots import Slot, SlotState
@@ -42,7 +42,9 @@ STEP_COPIES = 256
 class Tree:
     """The copies of one tier. Mutated by the core's thread only."""
 
-    def __init__(self, tier: TierName, limits: TierLimits, policy: Callable[[], Policy]) -> None:
+    def __init__(
+        self, tier: TierName, limits: TierLimits, policy: MakePolicy, quotas: Quotas = NO_QUOTAS
+    ) -> None:
         self.tier = tier
         self.slabs = SlabSpace(tier, limits)
         self.settled: list[tuple[Wait, bool]] = []
@@ -53,7 +55,8 @@ class Tree:
         self.changed: list[tuple[Copy, bool]] = []  # who came or left, while it is watched
         self.chunks = 0  # in the indices of spaces that are alive
         self.scanning = False  # a scan restores the tree: more may be found
-        self.candidates = Candidates(policy)
+        self.accounts = Accounts(quotas, limits.slabs * limits.slab_bytes)
+        self.candidates = Candidates(policy, quotas)
         self.room = Room(self)
         self._hidden = Hidden()
         self._failed = Spread()
@@ -141,6 +144,7 @@ class Tree:
                 self._orphan(copy)
             return slot
         slot.reserve(copy, header.shard, header.part, header.payload_bytes)
+        slot.charge(self.accounts.of(space.tenant))
         copy.put(header.part, header.shard, slot)
         if fresh:
             self.touch(copy)
