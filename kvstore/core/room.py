@@ -46,7 +46,10 @@ class Room:
         in the next event."""
         account = self._tree.accounts.of(guard.space.tenant)
         if account.lacks(slot_bytes) and not self._fit(account, slot_bytes, guard):
-            return None if self._goes_on() else Drop.HOST_QUOTA if self._tree.tier is TierName.HOST else Drop.NVME_QUOTA
+            if self._goes_on():
+                return None
+            host = self._tree.tier is TierName.HOST
+            return Drop.HOST_QUOTA if host else Drop.NVME_QUOTA
         slabs, candidates = self._tree.slabs, self._tree.candidates
         slot = slabs.take(slot_bytes)
         if slot is None and self._sweep():

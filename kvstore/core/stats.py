@@ -12,9 +12,9 @@ class Drop(Enum):
     """Why a chunk part was not kept or given back: nothing is lost silently."""
 
     HOST_FULL = "host_full"
+    HOST_QUOTA = "host_quota"
     ENGINE_NOT_READY = "engine_not_ready"
     SESSION_LIMIT = "session_limit"
-    TENANT_QUOTA = "tenant_quota"
     PARENT_MISSING = "parent_missing"
     PARENT_LOST = "parent_lost"
     NULL_BLOCK = "null_block"
@@ -29,6 +29,7 @@ class Drop(Enum):
     KEY_COLLISION = "key_collision"
     CLEARED = "cleared"
     NVME_FULL = "nvme_full"
+    NVME_QUOTA = "nvme_quota"
     NVME_PARENT_MISSING = "nvme_parent_missing"
     NVME_BACKLOG = "nvme_backlog"
     NVME_BUDGET = "nvme_budget"

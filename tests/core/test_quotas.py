@@ -39,7 +39,7 @@ def test_a_tenant_at_its_quota_evicts_its_own_coldest_leaf() -> None:
     assert [blue.peek(blue.chain(1, seed)) for seed in range(6)] == [0, 0, 1, 1, 1, 1]
     assert red.peek(red.chain(2)) == 2
     assert account(driver, "blue").used_bytes == 4 * BLOCK_BYTES
-    assert driver.drops("tenant_quota") == 0
+    assert driver.drops("host_quota") == 0
 
 
 def test_the_leading_part_of_a_prompt_larger_than_the_quota_is_kept() -> None:
@@ -49,7 +49,7 @@ def test_the_leading_part_of_a_prompt_larger_than_the_quota_is_kept() -> None:
     blue, red = two(driver)
     assert red.put(red.chain(4)) == b"\1" * 4
     assert blue.put(blue.chain(6)) == b"\1" * 4 + b"\0" * 2
-    assert driver.drops("tenant_quota") == 2
+    assert driver.drops("host_quota") == 2
     assert (blue.peek(blue.chain(6)), red.peek(red.chain(4))) == (4, 4)
 
 
@@ -61,7 +61,7 @@ def test_a_tenant_of_leased_chunks_is_refused_and_others_are_not() -> None:
         blue.put(blue.chain(1, seed))
         assert blue.lookup(blue.chain(1, seed), f"r{seed}") == 1
     assert blue.put(blue.chain(1, 9)) == b"\0"
-    assert driver.drops("tenant_quota") == 1
+    assert driver.drops("host_quota") == 1
     assert red.put(red.chain(4)) == b"\1" * 4
 
 
@@ -108,7 +108,7 @@ def test_what_is_cleared_makes_room_before_anything_is_refused() -> None:
     blue.put(blue.chain(4))
     driver.clear("blue")
     assert blue.put(blue.chain(4)) == b"\1" * 4
-    assert driver.drops("tenant_quota") == 0
+    assert driver.drops("host_quota") == 0
 
 
 def test_a_tenant_gives_up_its_own_over_several_events(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_a_tenant_gives_up_its_own_over_several_events(monkeypatch: pytest.Monke
         driver.tick()
     driver.run()
     assert driver.completed(blue.workers[0], number).done == b"\1"
-    assert driver.drops("tenant_quota") == 0
+    assert driver.drops("host_quota") == 0
 
 
 def test_what_a_scan_finds_counts_even_beyond_the_quota() -> None:

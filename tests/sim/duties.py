@@ -54,13 +54,16 @@ def check_answered(world: Owing, name: tuple[SessionID, int], sent: Message) -> 
 
 
 def refused_for_room(service: Service) -> int:
-    """Chunk parts that weren't kept so far because the host tier was full."""
-    return service._state.drops[Drop.HOST_FULL.value]
+    """Chunk parts that weren't kept so far because the host tier, or a tenant's share, was
+    full."""
+    drops = service._state.drops
+    return drops[Drop.HOST_FULL.value] + drops[Drop.HOST_QUOTA.value]
 
 
 def check_room(service: Service, view: SessionView, sent: Message, before: int) -> None:
-    """A store that was cut for want of room was so rightly: nothing else may leave. Only where all
-    parts of a chunk need slots of one size, which then is the one that was wanted."""
+    """A store that was cut for want of room was so rightly: nothing else may leave, or nothing else
+    of the tenant's own where its share is full. Only where all parts of a chunk need slots of one
+    size, which then is the one that was wanted."""
     if refused_for_room(service) == before or not isinstance(sent, Store) or not fits(sent, view):
         return
     layout = view.shape.layout
@@ -72,10 +75,13 @@ def check_room(service: Service, view: SessionView, sent: Message, before: int) 
     host, own = state.directory.host, {bytes(sent.parent), *split(sent.keys)}
     if host.candidates.looks_left < 0 or host.room._left <= 0:  # this event may look no further
         return
+    limited = host.accounts.of(view.shape.tenant).lacks(size)
     for slab in host.slabs.cuts():
-        if slab.slot_bytes == size and slab.has_room():
+        if slab.slot_bytes == size and slab.has_room() and not limited:
             raise SimulationError(f"a chunk was refused, though slab {slab.number} has room")
     for space in state.spaces.all():
+        if limited and space.tenant != view.shape.tenant:
+            continue
         for copy in space.index[TierName.HOST]:
             if bytes(copy.key) not in own and _could_leave(service, copy, size):
                 raise SimulationError(f"a chunk was refused, though {copy} may leave")

@@ -16,6 +16,7 @@ from tests.sim.errors import SimulationError
 from tests.sim.faults import Fault, draw
 from tests.sim.inside import check_inside
 from tests.sim.quiesce import Quiesce
+from tests.sim.quotas import check_quotas
 from tests.sim.setting import Setting, shrunk
 from tests.sim.shapes import CONTEXTS, HOST_SLAB_BYTES, TENANTS
 from tests.sim.steps import drawn_steps
@@ -85,6 +86,7 @@ class Run:
         self.watchers.act()
         if self.world.rng.random() < 0.1:
             check_inside(self.world.service, self.world.model.sessions.values())
+            check_quotas(self.world.service, self.world.setting.limits.nvme)
 
     def turn(self, step: int) -> FakeEngine:
         """Whose turn it is to do something."""

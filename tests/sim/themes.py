@@ -16,6 +16,7 @@ import random
 from dataclasses import dataclass, replace
 
 from kvstore.core.limits import Limits, TierLimits
+from kvstore.core.quotas import Quotas
 from tests.sim.faults import Faults
 from tests.sim.shapes import (
     HOST_SLAB_BYTES,
@@ -103,6 +104,12 @@ def limits(theme: Theme, rng: random.Random, roomy: bool) -> Limits:
             slabs = rng.choice((2, 3, 4))
             nvme = drawn.nvme and TierLimits(rng.choice((2, 3)), NVME_SLAB_BYTES)
             return replace(drawn, host=TierLimits(slabs, HOST_SLAB_BYTES), nvme=nvme)
+        case "tenants":
+            shares = [(tenant, rng.choice((0.2, 0.5, 0.8))) for tenant in TENANTS]
+            default = rng.choice((None, None, 0.5))
+            return replace(
+                drawn, quotas=Quotas(default, tuple(rng.sample(shares, rng.randint(0, 2))))
+            )
         case "long" | "disk":
             host = TierLimits(rng.choice((3, 40)), HOST_SLAB_BYTES)
             return replace(
