@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from kvstore.core.layout import Part
 from kvstore.core.limits import Limits
+from kvstore.core.quotas import NO_QUOTAS
 from tests.sim.faults import Faults
 from tests.sim.shapes import EngineShape
-from tests.sim.themes import MIXED, Theme
+from tests.sim.themes import MIXED, QUOTA_SLABS_MIN, Theme
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ def shrunk(limits: Limits, rng: random.Random) -> Limits:
     """Limits of the next start: sometimes another size of either tier."""
     host, nvme = limits.host, limits.nvme
     if rng.random() < 0.3:
-        host = replace(host, slabs=rng.randint(1, 7))
+        least = 1 if limits.quotas == NO_QUOTAS else QUOTA_SLABS_MIN
+        host = replace(host, slabs=rng.randint(least, 7))
     if nvme is not None and rng.random() < 0.2:
         nvme = replace(nvme, slabs=rng.randint(1, 8))
     return replace(limits, host=host, nvme=nvme)

@@ -44,6 +44,10 @@ DAMAGE = {
 }
 
 
+QUOTA_SLABS_MIN = 5
+"""Of the host tier, so that each tenant's share has room for two chunks of any layout."""
+
+
 @dataclass(frozen=True, slots=True)
 class Theme:
     """One kind of world. ``turns``: actions until the next model's turn, 0 for no turns.
@@ -105,11 +109,11 @@ def limits(theme: Theme, rng: random.Random, roomy: bool) -> Limits:
             nvme = drawn.nvme and TierLimits(rng.choice((2, 3)), NVME_SLAB_BYTES)
             return replace(drawn, host=TierLimits(slabs, HOST_SLAB_BYTES), nvme=nvme)
         case "tenants":
-            shares = [(tenant, rng.choice((0.2, 0.5, 0.8))) for tenant in TENANTS]
+            shares = [(tenant, rng.choice((0.4, 0.6, 0.8))) for tenant in TENANTS]
             default = rng.choice((None, None, 0.5))
-            return replace(
-                drawn, quotas=Quotas(default, tuple(rng.sample(shares, rng.randint(0, 2))))
-            )
+            quotas = Quotas(default, tuple(rng.sample(shares, rng.randint(0, 2))))
+            host = TierLimits(rng.randint(QUOTA_SLABS_MIN, 8), HOST_SLAB_BYTES)
+            return replace(drawn, host=host, quotas=quotas)
         case "long" | "disk":
             host = TierLimits(rng.choice((3, 40)), HOST_SLAB_BYTES)
             return replace(
