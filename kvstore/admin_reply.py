@@ -16,6 +16,7 @@ from kvstore.core.stats import (
     LatencySummary,
     RemoteStats,
     SpaceStats,
+    TenantStats,
     TierStats,
 )
 from kvstore.proto_gen import admin_pb2
@@ -49,6 +50,7 @@ def stats_reply(snapshot: Snapshot, rates: Rates) -> admin_pb2.StatsReply:
         drops={reason: count for reason, count in core.drops.items() if count},
         link=admin_pb2.Link(connections=snapshot.connections, counters=snapshot.counters),
         redis=_redis(snapshot.redis, core.remote),
+        tenants=[_tenant(tenant) for tenant in core.tenants],
     )
 
 
@@ -202,4 +204,14 @@ def _space(space: SpaceStats) -> admin_pb2.Space:
         namespace=space.namespace,
         epoch=space.epoch,
         chunks=space.chunks,
+    )
+
+
+def _tenant(tenant: TenantStats) -> admin_pb2.Tenant:
+    return admin_pb2.Tenant(
+        tenant=tenant.tenant,
+        tier=tenant.tier,
+        bytes_used=tenant.bytes_used,
+        bytes_quota=tenant.bytes_quota or 0,
+        has_quota=tenant.bytes_quota is not None,
     )

@@ -99,6 +99,9 @@ SCHEMA: tuple[Setting, ...] = (
     Setting("redis.cert", kinds.FILE, "", "certificate to show to a rediss:// server"),
     Setting("redis.key", kinds.FILE, "", "the private key of redis.cert"),
     Setting("eviction", kinds.NAME, "lru", "what leaves a full tier first: lru, fifo, or a plugin"),
+    Setting(
+        "tenants.quota", kinds.QUOTAS, "off", "share of each local tier that a tenant may hold"
+    ),
     Setting("lease_s", kinds.duration(0.1, 86400), "60s", "a lookup protects its hit this long"),
     Setting(
         "session.partial",
@@ -146,6 +149,12 @@ class Settings:
         """A size setting."""
         value = self.values[key].value
         assert isinstance(value, kinds.Amount), key
+        return value
+
+    def shares(self, key: str) -> tuple[tuple[str, float], ...]:
+        """Shares by name."""
+        value = self.values[key].value
+        assert isinstance(value, tuple), key
         return value
 
     def integer(self, key: str) -> int:

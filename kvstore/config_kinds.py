@@ -196,6 +196,25 @@ def _key_prefix(text: str) -> object:
     return text
 
 
+def _quotas(text: str) -> object:
+    """(tenant, share) pairs of ``50%``, for every tenant, or of shares by tenant; the tenant ``*``
+    is every other one."""
+    words = text.strip()
+    shares: dict[str, float] = {}
+    for entry in words.split(",") if words.lower() != "off" else ():
+        tenant, mark, share = entry.rpartition("=")
+        tenant = tenant.strip() if mark else "*"
+        if not tenant or tenant in shares:
+            raise ValueError(f"{entry!r} names no tenant, or one that was named before")
+        shares[tenant] = parse_share(share.strip())
+    return tuple(shares.items())
+
+
+def _show_quotas(value: object) -> str:
+    assert isinstance(value, tuple), value
+    return ",".join(f"{tenant}={share * 100:g}%" for tenant, share in value) or "off"
+
+
 def bounded_size(least: int, most: int) -> Kind:
     """A size of [least, most] bytes."""
 
@@ -239,6 +258,11 @@ RATE = Kind("bytes a second such as 200MiB/s, or 0 for no limit", _bytes, show_a
 LIMIT = Kind("a size such as 10GiB, or 0 for no limit", _limit, show_amount)
 NAME = Kind("a name of letters, digits, - and _", _name)
 PATH = Kind("auto or a path", _path, _show_optional)
+QUOTAS = Kind(
+    "off, a percentage for every tenant, or percentages by tenant such as uid:1001=20%,*=50%",
+    _quotas,
+    _show_quotas,
+)
 TEXT = Kind("text without control characters", _text)
 FILE = Kind("a file's path, or nothing", _file, lambda value: "" if value is None else str(value))
 REDIS_URL = Kind(

@@ -10,6 +10,7 @@ import resource
 from typing import TYPE_CHECKING
 
 from kvstore.core.limits import Limits, Partial, RemoteLimits, TierLimits
+from kvstore.core.quotas import Quotas
 from kvstore.mover import MoverThreads
 from kvstore.sizing import Config, NvmeConfig
 from kvstore.sizing_redis import RedisConfig
@@ -83,6 +84,7 @@ def limits_of(config: Config) -> Limits:
         remote=_remote_limits(config.redis),
         write_budget_bytes_s=nvme.write_budget,
         admit_after=nvme.admit_after,
+        quotas=_quotas(config.tenants.quota),
     )
 
 
@@ -115,3 +117,8 @@ def raise_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         except (OSError, ValueError) as error:
             _log.info("open files stay limited to %d: %s", soft, error)
+
+
+def _quotas(given: tuple[tuple[str, float], ...]) -> Quotas:
+    shares = dict(given)
+    return Quotas(shares.pop("*", None), tuple(shares.items()))

@@ -21,6 +21,7 @@ def render(document: Document) -> str:
         _redis(document["redis"]),
         _engines(document["engines"]),
         _spaces(document["spaces"], document["spaces_more"]),
+        _tenants(document["tenants"]),
         _counts("dropped", document["drops"]),
         _counts("link", document["link"]["counters"]),
     ]
@@ -172,6 +173,22 @@ def _spaces(spaces: Sequence[Document], more: int) -> str:
     ]
     rest = f"\nand {more} namespaces more" if more else ""
     return table(("model", "tenant", "namespace", "epoch", "chunks"), rows) + rest
+
+
+def _tenants(tenants: Sequence[Document]) -> str:
+    """Where no tenant has a quota there is nothing to see that tiers don't tell."""
+    if not any(tenant["has_quota"] for tenant in tenants):
+        return ""
+    rows = [
+        (
+            tenant["tenant"],
+            tenant["tier"],
+            format_size(tenant["bytes_used"]),
+            format_size(tenant["bytes_quota"]) if tenant["has_quota"] else "all",
+        )
+        for tenant in tenants
+    ]
+    return table(("tenant", "tier", "bytes", "quota"), rows)
 
 
 def _counts(title: str, counts: Mapping[str, int]) -> str:

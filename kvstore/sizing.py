@@ -92,6 +92,13 @@ class SessionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantsConfig:
+    """``quota``: (tenant, share of each local tier); the tenant ``*`` is every other one."""
+
+    quota: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ThreadsConfig:
     """Worker threads of the mover."""
 
@@ -117,6 +124,7 @@ class Config:
     nvme: NvmeConfig
     redis: RedisConfig
     eviction: str
+    tenants: TenantsConfig
     lease_s: float
     session: SessionConfig
     threads: ThreadsConfig
@@ -147,6 +155,7 @@ def fit(settings: Settings, machine: Machine) -> Config:
         nvme=nvme,
         redis=redis,
         eviction=settings.text("eviction"),
+        tenants=TenantsConfig(settings.shares("tenants.quota")),
         lease_s=settings.seconds("lease_s"),
         session=SessionConfig(
             settings.integer("session.bytes_max"), settings.text("session.partial")

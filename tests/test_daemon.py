@@ -210,6 +210,27 @@ def test_without_nvme_it_serves_from_memory(start_daemon: StartDaemon) -> None:
     assert daemon.stop() == 0
 
 
+def test_a_tenant_keeps_to_its_quota(start_daemon: StartDaemon) -> None:
+    """This user may hold a quarter of each tier: of a prompt as large as the host tier the leading
+    part within that is kept, the rest counted, and stats show both."""
+    user = f"uid:{os.getuid()}"
+    daemon = start_daemon(KVSTORE_TENANTS_QUOTA=f"{user}=25%")
+    figures = daemon.stats()
+    host = figures["tiers"][0]
+    chunks = host["bytes_total"] // CHUNK_BYTES
+    with SmallEngine(daemon.socket, chunks, "org/small") as engine:
+        keys = engine.keys(tokens(chunks))
+        engine.fill(keys)
+        outcome = engine.begin_store(keys).wait(60)
+        kept = sum(outcome.done)
+        assert 0 < kept <= chunks // 4
+        assert engine.hits(keys) == kept
+        figures = daemon.stats()
+    assert figures["drops"]["host_quota"] == chunks - kept
+    mine = next(row for row in figures["tenants"] if (row["tenant"], row["tier"]) == (user, "host"))
+    assert mine["bytes_used"] <= mine["bytes_quota"] == host["bytes_total"] // 4
+
+
 def test_stats_show_what_happened(daemon: RunningDaemon) -> None:
     """Slots, hits, latencies, throughput, engines by alias (field case 110), hit rate by tokens."""
     with SmallEngine(daemon.socket, 10, "org/small", alias="small") as engine:

@@ -7,7 +7,14 @@ from typing import Any
 
 from kvstore.admin_reply import document, stats_reply
 from kvstore.admin_snapshot import InOut, ProcessFacts, Rates, Snapshot
-from kvstore.core.stats import CoreStats, EngineStats, LatencySummary, SpaceStats, TierStats
+from kvstore.core.stats import (
+    CoreStats,
+    EngineStats,
+    LatencySummary,
+    SpaceStats,
+    TenantStats,
+    TierStats,
+)
 from kvstore.proto_gen import admin_pb2
 from kvstore.report import render, table
 
@@ -99,3 +106,14 @@ def test_report_shows_engines_by_alias_and_spaces_by_path_and_alias() -> None:
 def test_table_aligns_columns() -> None:
     """The first to the left, figures to the right."""
     assert table(("a", "bb"), [("long", "1"), ("x", "222")]) == "a      bb\nlong    1\nx     222"
+
+
+def test_tenants_are_shown_where_one_has_a_quota() -> None:
+    """What each holds of each tier, and may hold; nothing where there are no quotas."""
+    free = TenantStats("uid:1", "host", 4096, None)
+    limited = TenantStats("uid:2", "host", 1 << 20, GIB)
+    text = render(document(stats_reply(snapshot(tenants=(free,)), Rates())))
+    assert "quota" not in text
+    text = render(document(stats_reply(snapshot(tenants=(free, limited)), Rates())))
+    rows = [line.split() for line in text.splitlines() if line.startswith("uid:")]
+    assert [(row[0], row[-1]) for row in rows] == [("uid:1", "all"), ("uid:2", "GiB")]

@@ -18,7 +18,7 @@ from kvstore.core.messages import LOCAL_TIERS, MoveID, TierName
 from kvstore.core.slabs import Slab
 from kvstore.core.slots import Slot, SlotState
 from kvstore.core.spaces import Space
-from kvstore.core.stats import TierStats
+from kvstore.core.stats import TenantStats, TierStats
 from kvstore.core.tree import Tree
 from kvstore.core.tree_nodes import Copy
 
@@ -146,6 +146,14 @@ class Directory:
     def stats(self) -> tuple[TierStats, ...]:
         """A snapshot of each tier."""
         return tuple(map(self._tier_stats, self.trees()))
+
+    def tenants(self) -> tuple[TenantStats, ...]:
+        """What each tenant holds of each tier."""
+        return tuple(
+            TenantStats(account.tenant, tree.tier.value, account.used_bytes, account.quota_bytes)
+            for tree in self.trees()
+            for account in tree.accounts.all()
+        )
 
     def _tier_stats(self, tree: Tree) -> TierStats:
         limits = tree.slabs.limits

@@ -214,6 +214,7 @@ class Service:
             store=state.latency["store"].summary(),
             retrieve=state.latency["retrieve"].summary(),
             drops=dict(state.drops),
+            tenants=state.directory.tenants(),
             watchers=len(self._watching),
             changes_dropped=self._watching.dropped,
             remote=None if state.limits.remote is None else self._remote.stats(),

@@ -136,6 +136,16 @@ class SpaceStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantStats:
+    """What a tenant holds of one tier, and may hold (None: all)."""
+
+    tenant: str
+    tier: str
+    bytes_used: int
+    bytes_quota: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class CoreStats:
     """A snapshot of the whole core. ``spaces`` are some of ``spaces_total``, the rest is asked for
     in pages. ``changes_dropped`` counts what sessions that watch weren't told, as they had fallen
@@ -161,6 +171,7 @@ class CoreStats:
     watchers: int = 0
     changes_dropped: int = 0
     remote: RemoteStats | None = None
+    tenants: tuple[TenantStats, ...] = ()
 
 
 class Histogram:

@@ -11,7 +11,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("process", "tiers", "traffic", "engines", "spaces", "drops", "link", "spaces_more", "redis")
+    __slots__ = ("process", "tiers", "traffic", "engines", "spaces", "drops", "link", "spaces_more", "redis", "tenants")
     class DropsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class StatsReply(_message.Message):
     LINK_FIELD_NUMBER: _ClassVar[int]
     SPACES_MORE_FIELD_NUMBER: _ClassVar[int]
     REDIS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     process: Process
     tiers: _containers.RepeatedCompositeFieldContainer[Tier]
     traffic: Traffic
@@ -37,7 +38,8 @@ class StatsReply(_message.Message):
     link: Link
     spaces_more: int
     redis: Redis
-    def __init__(self, process: _Optional[_Union[Process, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[Space, _Mapping]]] = ..., drops: _Optional[_Mapping[str, int]] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., spaces_more: _Optional[int] = ..., redis: _Optional[_Union[Redis, _Mapping]] = ...) -> None: ...
+    tenants: _containers.RepeatedCompositeFieldContainer[Tenant]
+    def __init__(self, process: _Optional[_Union[Process, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[Space, _Mapping]]] = ..., drops: _Optional[_Mapping[str, int]] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., spaces_more: _Optional[int] = ..., redis: _Optional[_Union[Redis, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[Tenant, _Mapping]]] = ...) -> None: ...
 
 class Process(_message.Message):
     __slots__ = ("version", "pid", "uptime_s", "resident_bytes", "open_files", "threads", "socket", "admin", "state")
@@ -238,6 +240,20 @@ class Engine(_message.Message):
     namespace: str
     uncached: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, engine: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., alias: _Optional[str] = ..., ready: bool = ..., ranks_registered: _Optional[int] = ..., ranks: _Optional[int] = ..., sessions: _Optional[int] = ..., namespace: _Optional[str] = ..., uncached: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Tenant(_message.Message):
+    __slots__ = ("tenant", "tier", "bytes_used", "bytes_quota", "has_quota")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_USED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_QUOTA_FIELD_NUMBER: _ClassVar[int]
+    HAS_QUOTA_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    tier: str
+    bytes_used: int
+    bytes_quota: int
+    has_quota: bool
+    def __init__(self, tenant: _Optional[str] = ..., tier: _Optional[str] = ..., bytes_used: _Optional[int] = ..., bytes_quota: _Optional[int] = ..., has_quota: bool = ...) -> None: ...
 
 class Space(_message.Message):
     __slots__ = ("tenant", "model", "alias", "namespace", "epoch", "chunks")
