@@ -6,14 +6,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench import eviction
 from bench.__main__ import NOT_MET, QUESTIONS, verdict
 from bench.harness import Row, at_least, at_most, interleave
 from bench.timeline import parts_of
+from kvstore.core.eviction import POLICIES
 from tests.conftest import ROOT
 
 
@@ -62,6 +65,23 @@ def test_the_parts_of_a_timeline_are_those_of_its_request() -> None:
         "asked": 2, "decided": 18, "copied": 17, "told": 13, "known": 15, "sum": 80,
     }  # fmt: skip
     assert parts_of(("store", 10, 45), noted) is None
+
+
+def test_policies_are_compared_on_a_trace(tmp_path: Path) -> None:
+    """A recorded trace of three conversations in turn: where all of it fits, every policy hits
+    what came before; where hardly anything does, none more."""
+    trace = tmp_path / "trace.jsonl"
+    turns = [
+        [talk * 100 + n for n in range(10 * (turn + 1))] for turn in range(4) for talk in range(3)
+    ]
+    trace.write_text("".join(json.dumps({"hash_ids": ids}) + "\n" for ids in turns))
+    assert eviction.recorded(trace) == turns
+    for make in (*(partial(eviction.in_tree, name) for name in POLICIES), eviction.block_lru):
+        assert eviction.hit_share(turns, make(1000)) == pytest.approx(5 / 7)
+        assert 0 <= eviction.hit_share(turns, make(2)) < 0.1
+    made = eviction.generated(50, seed=1)
+    assert made == eviction.generated(50, seed=1)
+    assert len(list(eviction.compare(made))) == len(eviction.SIZES)
 
 
 def test_sides_take_turns() -> None:
