@@ -4,7 +4,7 @@ A READ brings one part of a chunk from NVMe or the remote tier into a host slot 
 or a staging slot, once for all who wait for it, and it is verified there; LOADs hand it on. Both
 tiers are read at a time. A host slot needs its parent's, so a read from the remote tier takes those
 of the reads before it, too, that wait for NVMe: all stay in order, and neither tier waits for the
-other.
+other. Thousands may wait for one read: it is handed on in steps, and until then holds its slots.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ ABOVE_MAX = 1024
 """Reads before one from the remote tier whose slots it looks at; with more it is staged."""
 STEP_READS = 64
 """Reads that one event takes slots for ahead of their turn, or gives up."""
+STEP_READERS = 128
+"""Waits that one event hands a read on to, or tells that it failed."""
 _FAULTS = {
     MoveStatus.CORRUPT: Drop.CORRUPT,
     MoveStatus.FOREIGN: Drop.KEY_COLLISION,
@@ -66,6 +68,7 @@ class Reads:
         self._names: dict[Job, _Name] = {}
         self._origins: dict[Job, Remote] = {}
         self._staged: set[Job] = set()
+        self._ended: dict[Job, MoveStatus] = {}
 
     # ------------------------------------------------------------ begin
 
@@ -141,19 +144,16 @@ class Reads:
             raise InvariantError(f"READ {job.id} lacks a target")
         origin = self._origins.get(job)
         self._forget(job)
-        if status is MoveStatus.OK:
-            for wait, blocks in job.readers.items():
-                self.load(target, job.header, wait, blocks)
-                wait.ticket.settle(wait.chunk, ok=True)
-        else:
+        if status is not MoveStatus.OK:
             self._state.drop((_FAULTS if origin is None else _REMOTE_FAULTS)[status])
-            self._fail_readers(job)
             if origin is not None:
                 self._deny(origin)
             elif job.source is not None:
                 self._give_up(job.source, status)
         self._settle_target(target, status)
-        self._state.let_go(job)
+        self._ended[job] = status
+        self._state.transfers.keep(job)
+        self._hand_on(job, STEP_READERS)
 
     def erased(self, job: Job, status: MoveStatus) -> None:
         """An ERASE Move has ended, well or not: the slot is free."""
@@ -168,30 +168,39 @@ class Reads:
         while ticket.reads and done < most:
             job, waits = ticket.reads.popitem()
             for wait in waits:
-                del job.readers[wait]
-                ticket.settle(wait.chunk, ok=False)
-            if not job.readers and not self._state.transfers.is_running(job.id):
+                if job.readers.pop(wait, None) is not None:
+                    ticket.settle(wait.chunk, ok=False)
+            queued = job in self._names and not self._state.transfers.is_running(job.id)
+            if queued and not job.readers:
                 self._drop(job)
             done += 1
         return done
 
     def running(self) -> bool:
-        """Whether reads from the remote tier wait that is down: they are given up at Ticks."""
-        return not self._state.remote_up and self._state.transfers.waits(Lane.REMOTE_READ)
+        """Whether reads are handed on, or given up as the remote tier is down, at Ticks."""
+        down = not self._state.remote_up and self._state.transfers.waits(Lane.REMOTE_READ)
+        return down or bool(self._ended)
 
     def step(self) -> None:
-        """Give up some reads from the remote tier that wait while it is down."""
+        """Hand one read on, or give up some from the remote tier that wait while it is down."""
+        if self._ended:
+            self._hand_on(next(iter(self._ended)), STEP_READERS)
+            return
+        left = STEP_READERS
         for _ in range(STEP_READS if not self._state.remote_up else 0):
             job = self._state.transfers.head(Lane.REMOTE_READ)
-            if job is None:
+            if job is None or left <= 0:
                 return
             self._state.drop(Drop.REDIS_DOWN)
-            tickets = [wait.ticket for wait in job.readers]
-            self._fail_readers(job)
-            self._drop(job)
-            for ticket in tickets:
-                self._state.finish_if_ended(ticket)
-                self._state.detach_after(ticket)
+            waits = len(job.readers)
+            self._state.transfers.drop(job)
+            self._forget(job)
+            if job.target is not None:
+                self._settle_target(job.target, MoveStatus.FAILED)
+            self._ended[job] = MoveStatus.FAILED
+            self._state.transfers.keep(job)
+            self._hand_on(job, left)
+            left -= waits
 
     def reading(self) -> int:
         """Reads that are queued or running."""
@@ -210,6 +219,7 @@ class Reads:
     def check(self) -> None:
         """Raise InvariantError unless these are the READs that there are."""
         reads = {job for job in self._state.transfers.jobs() if job.kind is MoveKind.READ}
+        reads -= self._ended.keys()
         if set(self._names) != reads or set(self._reads.values()) != reads:
             raise InvariantError("the READs that are waited for aren't those that there are")
         remote = {job for job in reads if job.remote is not None}
@@ -274,10 +284,27 @@ class Reads:
         job.target = target
         return True
 
-    def _fail_readers(self, job: Job) -> None:
-        for wait in job.readers:
-            wait.ticket.settle(wait.chunk, ok=False)
-            self.cut_leases(wait.ticket, job.header.key)
+    def _hand_on(self, job: Job, most: int) -> None:
+        """Hand an ended read on to up to ``most`` of those who wait; with the last its slots are
+        let go."""
+        ok = self._ended[job] is MoveStatus.OK
+        while job.readers and most > 0:
+            most -= 1
+            wait = next(iter(job.readers))
+            blocks = job.readers.pop(wait)
+            if wait.ticket.reads.get(job, ())[-1:] == (wait,):
+                del wait.ticket.reads[job]
+            if ok and job.target is not None:
+                self.load(job.target, job.header, wait, blocks)
+            else:
+                self.cut_leases(wait.ticket, job.header.key)
+            wait.ticket.settle(wait.chunk, ok)
+            self._state.finish_if_ended(wait.ticket)
+            self._state.detach_after(wait.ticket)
+        if not job.readers:
+            del self._ended[job]
+            self._state.transfers.release(job)
+            self._state.let_go(job)
 
     def _drop(self, job: Job) -> None:
         """A queued read isn't wanted any more, or can't be made."""
@@ -291,8 +318,6 @@ class Reads:
         del self._reads[self._names.pop(job)]
         self._origins.pop(job, None)
         self._staged.discard(job)
-        for wait in job.readers:
-            wait.ticket.reads.pop(job, None)
 
     def _settle_target(self, target: Slot, status: MoveStatus) -> None:
         """Commit the promoted copy, or give the place up; Moves that hold it still read from it."""

@@ -282,8 +282,6 @@ class Service:
             session.moves -= 1
         if job.wait is not None:
             state.finish_if_ended(job.wait.ticket)
-        for wait in job.readers:
-            state.finish_if_ended(wait.ticket)
         self._settle()
         if job.session is not None and session is not None:
             state.detach_if_idle(session)

@@ -178,6 +178,7 @@ class Transfers:
         self._queues = {lane: FairQueue() for lane in Lane}
         self._queued: dict[MoveID, Job] = {}
         self._handed: dict[MoveID, Job] = {}
+        self._kept: dict[MoveID, Job] = {}
         self._running = dict.fromkeys(Lane, 0)
         self._storing_since: float | None = None
         self._last = 0
@@ -208,6 +209,14 @@ class Transfers:
     def is_running(self, move: MoveID) -> bool:
         """Whether the hands have it."""
         return move in self._handed
+
+    def keep(self, job: Job) -> None:
+        """An ended or dropped job still holds its slots, until ``release``."""
+        self._kept[job.id] = job
+
+    def release(self, job: Job) -> None:
+        """A job that was kept lets its slots go; the caller does."""
+        del self._kept[job.id]
 
     def finish(self, move: MoveID) -> Job:
         """A running Move has ended; the caller lets its slots go."""
@@ -243,11 +252,11 @@ class Transfers:
 
     def idle(self) -> bool:
         """Whether no job waits or runs."""
-        return not (self._queued or self._handed)
+        return not (self._queued or self._handed or self._kept)
 
     def jobs(self) -> list[Job]:
         """All jobs, waiting and running."""
-        return [*self._queued.values(), *self._handed.values()]
+        return [*self._queued.values(), *self._handed.values(), *self._kept.values()]
 
     def head(self, lane: Lane) -> Job | None:
         """The job of a lane that is to go next."""

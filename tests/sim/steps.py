@@ -31,6 +31,7 @@ _STEPS: tuple[tuple[object, str], ...] = (
     (clearing, "STEP_SPACES"),
     (leases, "STEP_LEASES"),
     (restoring, "STEP_COPIES"),
+    (reads, "STEP_READERS"),
     (room, "STEP_COPIES"),
     (tree, "STEP_COPIES"),
     (writing, "LOOKS"),
