@@ -155,6 +155,27 @@ def test_stop_beside_a_server_that_answers_nothing(
     assert (check["clean"], check["valid"]) == (True, CHUNKS)
 
 
+def test_stop_writes_what_waits_while_redis_is_up(
+    start_daemon: StartDaemon, server: Server
+) -> None:
+    """A node that leaves takes nothing with it: what was stored just before gets to Redis, at a
+    server that takes its time, too."""
+    chunks = 64
+    with Proxy(server.port) as proxy:
+        proxy.delay_s = 0.01
+        daemon = start_daemon(
+            KVSTORE_REDIS_URL=proxy.url, KVSTORE_REDIS_TIMEOUT="20s", KVSTORE_NVME_SIZE="off"
+        )
+        daemon.wait_for_stats(up)
+        with SmallEngine(daemon.socket, chunks) as engine:
+            keys = engine.keys(tokens(chunks))
+            engine.fill(keys)
+            proxy.set(Fault.DELAY)
+            assert engine.store(keys).leading_chunks == chunks
+            assert daemon.stop() == 0
+    assert len([name for name in server.names() if name.endswith(b":0:0")]) == chunks
+
+
 def test_clear_reaches_the_fleet_or_says_that_it_does_not(
     start_daemon: StartDaemon, server: Server
 ) -> None:
