@@ -353,3 +353,21 @@ def test_clear_asks_and_needs_a_terminal_for_it(daemon: RunningDaemon) -> None:
     done = daemon.kvstore("clear", "--all", text="y\n")
     assert done.returncode == 2
     assert "add --yes" in done.stderr
+
+
+def test_calls_that_are_refused_leave_nothing_behind(daemon: RunningDaemon) -> None:
+    """Whatever is no message of its call is answered so, hundreds of times, and the daemon, which
+    collects no cycles, isn't larger for it."""
+    (line,) = [line for line in daemon.lines if line.startswith("admin ")]
+    process = Path(f"/proc/{daemon.pid}/statm")
+
+    def grown_kib(calls: int, before: int = 0) -> int:
+        for call in (clear, stats) * (calls // 2):
+            with pytest.raises(grpc.RpcError) as refused:
+                call(b"\xff\xff\xff", timeout=60)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        return int(process.read_text().split()[1]) * 4 - before
+
+    with grpc.insecure_channel(line.split()[1]) as channel:
+        clear, stats = (channel.unary_unary(f"/{SERVICE}/{name}") for name in ("Clear", "Stats"))
+        assert grown_kib(600, grown_kib(100)) < 4 << 10
