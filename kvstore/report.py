@@ -66,7 +66,7 @@ def _tier_row(tier: Document, mode: str, shared: bool) -> tuple[str, ...]:
     notes = [mode] + ["scanning"] * tier["scanning"] + ["full"] * tier["full"]
     errors = io["errors"]
     if errors:
-        notes.append(f"{errors} I/O errors")
+        notes.append(f"{errors} failed or gone" if shared else f"{errors} I/O errors")
     return (
         tier["name"],
         "-" if shared else f"{tier['slots_used']}/{tier['slots_total']}",

@@ -53,7 +53,7 @@ def test_redis_is_a_row_beside_host_and_nvme() -> None:
     text = render(figures)
     [line] = [line for line in text.splitlines() if line.startswith("redis  ")]
     assert line.split()[:6] == ["redis", "-", "-", "-", "30", "4"]
-    assert "up, lz4 1.50x, 2 I/O errors" in line
+    assert "up, lz4 1.50x, 2 failed or gone" in line
     assert "Valkey 9.1.2, cluster, nodes 3, breaker opened 1 times" in text
     assert "waits for a connection 4, 5 ms each" in text
     assert "parts written 8, there already 7, waiting 6" in text
