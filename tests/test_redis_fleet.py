@@ -77,7 +77,7 @@ def test_a_chunk_is_written_once_by_many(made: Fleet, server: Server) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    second.wait(lambda redis: redis["chunks_present"] == 4 and not redis["write_backlog"])
+    second.wait(lambda redis: redis["chunks_present"] >= 4 and not redis["write_backlog"])
     assert [member.redis()["chunks_written"] for member in (first, second)] == [4, 0]
     assert len(values(server)) == 4
     for engine in engines[2:]:
