@@ -279,7 +279,10 @@ class Reads:
         if copy is not None:
             copy.stores = max(copy.stores, 1 if remote else state.limits.admit_after)
         target.shared = remote
-        target.age = target.age if job.source is None else job.source.age
+        if job.source is not None:
+            target.age = job.source.age
+        elif job.remote is not None and job.remote.slab < space.fleet_epoch:
+            target.age = 0  # cleared since: it must not be shared by way of NVMe
         target.hold(job.id)
         job.target = target
         return True

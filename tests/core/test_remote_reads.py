@@ -12,7 +12,7 @@ from kvstore.core.limits import RemoteLimits
 from kvstore.core.messages import MoveKind, MoveStatus, TierName
 from kvstore.core.remote_messages import RemoteState
 from tests.core.driver import Driver, Engine, block_ids, layout
-from tests.core.fleet import Fleet, ask, is_remote, remote_moves, told
+from tests.core.fleet import FIRST_EPOCH, Fleet, ask, is_remote, remote_moves, told
 
 NULL = b"\xff\xff\xff\xff"
 
@@ -267,6 +267,25 @@ def test_a_read_that_is_under_way_while_its_namespace_is_cleared_isnt_kept() -> 
     assert len(node.completed(engine.workers[0], number).done) == 2
     assert node.tier().chunks == 0
     assert engine.peek(keys) == 0
+
+
+def test_what_was_read_under_a_former_epoch_isnt_shared_later() -> None:
+    """The request was promised two chunks; then another node cleared the fleet, and this one was
+    told. The chunks are read all the same, and go to NVMe. When they come back from there they
+    aren't given to Redis under the new epoch."""
+    fleet, node, engine, keys = offered(2, host_slots=2, nvme_slots=16)
+    name = ("t1", engine.digest)
+    fleet.epochs[name] = fleet.epoch(*name) + 1
+    ask(engine, engine.chain(1, seed=7).data, "other")
+    fleet.answer(node)
+    assert done(fleet, engine, engine.retrieve(keys)) == b"\1\1"
+    engine.release()
+    engine.store(engine.chain(2, seed=9))
+    fleet.run(node)
+    assert engine.lookup(keys, "again") == 2
+    assert done(fleet, engine, engine.retrieve(keys, request="again")) == b"\1\1"
+    assert [value for value in fleet.values if value[2] > FIRST_EPOCH and value[3] in keys] == []
+    assert node.drops("cleared") == 2
 
 
 def test_parts_of_a_chunk_may_come_from_different_tiers() -> None:

@@ -91,6 +91,8 @@ class Hands:
         full = running.status is MoveStatus.NO_SPACE and not is_remote(move)
         running.homeless = full and self._is_homeless(move)
         self._note_cut(move.target)
+        if self.node is not None and is_remote(move) and move.kind is MoveKind.WRITE:
+            self.node.check_write(move, self.arena)
         self.running[move.id] = running
         self._clock.later(self._pause(move) / 4, lambda: self._begin(running))
 
@@ -169,6 +171,7 @@ class Hands:
                 if running.status is MoveStatus.OK:
                     content.second = [memory.cells[block][1] for block in running.blocks]
                     content.whole = True
+                    content.stored_s = self._clock.now
             case MoveKind.LOAD:
                 if running.status is MoveStatus.OK:
                     self._scatter(running, 1)
@@ -224,6 +227,7 @@ class Hands:
         if running.status is MoveStatus.OK and record is not None:
             content.second = list(record.second)
             content.whole = True
+            content.stored_s = content.stored_s if remote else record.stored_s
 
     def _begin_write(self, running: Running) -> None:
         running.begun = True
@@ -246,6 +250,7 @@ class Hands:
         if running.status is MoveStatus.OK or self._clock.rng.random() < 0.1:
             source = self.arena.contents[_place(move.source)]
             record.second = list(source.second)
+            record.stored_s = source.stored_s
             record.checksum = (tuple(record.first), tuple(record.second))
             record.legible = True
 

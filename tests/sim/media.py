@@ -77,12 +77,13 @@ class EngineMemory:
 @dataclass(slots=True)
 class Content:
     """What lies at a place: the halves of each block, in canonical order. ``whole``: its last Move
-    went well."""
+    went well. ``stored_s``: when an engine's STORE of it ended."""
 
     header: ChunkHeader
     first: list[Half]
     second: list[Half]
     whole: bool = False
+    stored_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -102,7 +103,8 @@ class Arena:
 @dataclass(slots=True)
 class Record:
     """A slot at rest. ``legible``: its header passes its own check. ``checksum`` stands for the
-    header's checksum over the payload."""
+    header's checksum over the payload. ``stored_s``: as of the host slot that it was written
+    from."""
 
     header: ChunkHeader
     slot_bytes: int
@@ -110,6 +112,7 @@ class Record:
     second: list[Half]
     checksum: tuple[tuple[Half, ...], tuple[Half, ...]] | None = None
     legible: bool = True
+    stored_s: float = 0.0
 
     def intact(self) -> bool:
         """Whether the payload passes its check."""

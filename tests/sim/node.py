@@ -18,6 +18,7 @@ from kvstore.core.remote_messages import (
     RemoteEnter,
     RemoteState,
 )
+from kvstore.core.service import Service
 from tests.sim.errors import SimulationError
 from tests.sim.faults import Fault
 from tests.sim.fleet import Fleet, name_of
@@ -32,6 +33,7 @@ class Daemon(Protocol):
     rng: random.Random
     now: float
     limits: Limits
+    service: Service
 
     def saw(self, fault: Fault) -> None:
         """A fault occurs."""
@@ -53,6 +55,8 @@ class Node:
         """What each clear raised, by its number."""
         self.out = 0
         """Probes and clears that aren't answered yet."""
+        self._told: dict[SpaceKey, list[tuple[int, float]]] = {}
+        """The epochs of a namespace that the core was told, and when."""
         self._world = world
         self._down_until = 0.0
 
@@ -82,7 +86,8 @@ class Node:
         self.out += 1
         if isinstance(effect, Probe):
             self._check_probe(effect)
-            world.later(self._pause(), lambda: self._probe(effect))
+            space = self._space(effect)
+            world.later(self._pause(), lambda: self._probe(effect, space))
         elif isinstance(effect, RemoteClear):
             world.later(rng.uniform(0.001, 0.05), lambda: self._clear(effect))
 
@@ -119,7 +124,12 @@ class Node:
         target = move.target
         if target is None:
             raise SimulationError(f"Move {move.id} lacks a target")
-        arena.put(target, Content(move.header, halves, ["half done"] * len(halves)))
+        head, epoch = move.header, _end(move).slab
+        told = self._told.get((head.tenant, head.namespace), [])
+        content = Content(head, halves, ["half done"] * len(halves))
+        if all(epoch >= other for other, _ in told):  # else it has been cleared since
+            content.stored_s = self._world.now
+        arena.put(target, content)
 
     def end_write(self, running: Running, arena: Arena) -> None:
         """The value is stored; also where the answer was lost."""
@@ -133,6 +143,17 @@ class Node:
         first, second = list(content.first), list(content.second)
         record = Record(move.header, 0, first, second, (tuple(first), tuple(second)))
         self.fleet.put(name_of(move.header, _end(move)), record)
+
+    def check_write(self, move: Move, arena: Arena) -> None:
+        """What was here when the core was told an older epoch has been cleared since, by some node:
+        it must not be written under the new one."""
+        head, source = move.header, move.source
+        if source is None:
+            return
+        told = self._told.get((head.tenant, head.namespace), [])
+        older_s = [at_s for epoch, at_s in told if epoch < _end(move).slab]
+        if older_s and arena.contents[source].stored_s < max(older_s):
+            raise SimulationError(f"Move {move.id} shares what another node has cleared")
 
     # ------------------------------------------------------------ private
 
@@ -155,20 +176,26 @@ class Node:
             pause_s *= rng.uniform(5, 200)
         return pause_s
 
-    def _probe(self, probe: Probe) -> None:
+    def _probe(self, probe: Probe, space: object) -> None:
         """A probe arrives at the servers; its answer takes as long again."""
         epoch, found = self.fleet.probe(probe)
         error = ""
         if self._is_down() or self._world.rng.random() < self.fleet.faults.probe_fails:
             self._world.saw(Fault.PROBE_FAILS)
             epoch, found, error = 0, (), "connection reset"
-        self._world.later(
-            self._pause(), lambda: self._probed(Probed(probe.id, epoch, found, error))
-        )
+        answer = Probed(probe.id, epoch, found, error)
+        self._world.later(self._pause(), lambda: self._probed(answer, probe, space))
 
-    def _probed(self, event: Probed) -> None:
+    def _probed(self, event: Probed, probe: Probe, space: object) -> None:
         self.out -= 1
+        if not event.error and self._space(probe) is space:
+            told = self._told.setdefault((probe.tenant, probe.namespace), [])
+            told.append((event.epoch, self._world.now))
         self._world.deliver(event)
+
+    def _space(self, probe: Probe) -> object:
+        """The core's namespace of this name, which a clear replaces."""
+        return self._world.service._state.spaces.find(probe.tenant, probe.namespace)
 
     def _clear(self, clear: RemoteClear) -> None:
         rng = self._world.rng

@@ -17,6 +17,7 @@ from kvstore.core.remote_messages import RemoteState
 from kvstore.core.remote_tier import RemoteTier
 from kvstore.core.service import Service
 from kvstore.core.sharing import Sharing
+from kvstore.core.spaces import Space
 from tests.sim.errors import SimulationError
 from tests.sim.fleets import simulate_fleet
 
@@ -92,6 +93,15 @@ def staging_slots_are_never_free_again(patch: Patch) -> None:
     patch(Reads, "_forget", kept)
 
 
+def what_others_cleared_is_shared_again(patch: Patch) -> None:
+    """A chunk that was here before another node's clear is written under the new epoch."""
+
+    def saw(self: Space, epoch: int) -> None:
+        self.fleet_epoch = max(self.fleet_epoch, epoch)
+
+    patch(Space, "saw_fleet_epoch", saw)
+
+
 MUTATIONS = (
     a_bad_value_is_used,
     nobody_is_told_at_the_deadline,
@@ -102,6 +112,7 @@ MUTATIONS = (
     a_tier_that_is_down_is_used,
     nothing_is_shared,
     staging_slots_are_never_free_again,
+    what_others_cleared_is_shared_again,
 )
 
 
