@@ -200,10 +200,16 @@ def _reachable(settings: RedisSettings, looked: Sequence[Looked], reason: str) -
     if not looked:
         return Finding(name, Status.FAIL, reason or "none was found", _way_out(reason, settings))
     if failed:
-        detail = ", ".join(f"{one.address}: {one.error}" for one in failed)
+        detail = ", ".join(_named(one) for one in failed)
         said = f"{len(failed)} of {len(looked)} can't be used: {detail}"
         return Finding(name, Status.FAIL, said, _way_out(failed[0].error, settings))
-    return Finding(name, Status.OK, f"{len(looked)} answer")
+    return Finding(name, Status.OK, f"{len(looked)} of {len(looked)} answer")
+
+
+def _named(looked: Looked) -> str:
+    """Its address and error; some errors name it themselves."""
+    known = looked.address in looked.error
+    return looked.error if known else f"{looked.address}: {looked.error}"
 
 
 def _way_out(reason: str, settings: RedisSettings) -> str:

@@ -176,7 +176,7 @@ def test_every_node_of_a_cluster_is_looked_at(private_folder: Path) -> None:
 def test_a_sentinels_master_is_looked_at(private_folder: Path) -> None:
     with Sentinels(private_folder) as sentinels:
         found = look(sentinels.url)
-        assert found["redis servers"].detail == "1 answer"
+        assert found["redis servers"].detail == "1 of 1 answer"
         assert found["redis role"].status is Status.OK
         assert sentinels.first.calls("set") >= 5
         unknown = look(sentinels.url.replace("/kv/", "/other/"))["redis servers"]
