@@ -39,7 +39,7 @@ from kvstore.core.writing import Writing
 from tests.sim.errors import SimulationError
 from tests.sim.run import simulate
 
-SEEDS = (*range(700, 750), 793, 826)
+SEEDS = (*range(700, 753), 793, 826, 914)
 STEPS = 250
 Patch = Callable[..., None]
 """``monkeypatch.setattr``."""

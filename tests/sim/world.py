@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from itertools import count
 
-from kvstore.core.errors import KVStoreError
+from kvstore.core.errors import InvariantError, KVStoreError
 from kvstore.core.limits import Limits
 from kvstore.core.messages import (
     ADMIN,
@@ -59,8 +59,8 @@ from tests.sim.timeline import Alarm, Timeline
 from tests.sim.views import SessionView, SpaceKey, TicketView, split
 
 BUGS = (
-    KVStoreError, AssertionError, ArithmeticError, AttributeError, LookupError, TypeError,
-    ValueError, RuntimeError,
+    KVStoreError, InvariantError, AssertionError, ArithmeticError, AttributeError, LookupError,
+    TypeError, ValueError, RuntimeError,
 )  # fmt: skip
 """What a broken core may raise."""
 DISTURBING = (
