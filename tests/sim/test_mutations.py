@@ -22,6 +22,7 @@ from kvstore.core.engines import Session
 from kvstore.core.errors import InvariantError
 from kvstore.core.leases import Leases
 from kvstore.core.messages import Detach, Lookup, MoveStatus, Persisted, Request
+from kvstore.core.quotas import Account
 from kvstore.core.reads import Reads
 from kvstore.core.restoring import Restoring
 from kvstore.core.room import Room
@@ -41,8 +42,7 @@ from tests.sim.run import simulate
 
 SEEDS = (*range(700, 753), 793, 826, 914)
 STEPS = 250
-Patch = Callable[..., None]
-"""``monkeypatch.setattr``."""
+Patch = Callable[..., None]  # monkeypatch.setattr
 
 
 def commit_before_the_bytes(patch: Patch) -> None:
@@ -327,6 +327,11 @@ def a_slab_loses_slots(patch: Patch) -> None:
     patch(SlabSpace, "give_back", given)
 
 
+def quotas_are_not_kept(patch: Patch) -> None:
+    """No tenant is ever at its quota."""
+    patch(Account, "lacks", lambda self, nbytes: False)
+
+
 @dataclass(frozen=True)
 class Mutation:
     """A fault, and whether the outside must see it by itself."""
@@ -371,6 +376,7 @@ MUTATIONS = (
     Mutation(nothing_is_written, blind=True),
     Mutation(a_failed_write_is_never_tried_again, blind=True),
     Mutation(a_slab_loses_slots, blind=True),
+    Mutation(quotas_are_not_kept, blind=True),
 )
 
 
