@@ -151,7 +151,8 @@ class Probing:
             asked.space.saw_fleet_epoch(event.epoch)
             found = Found(asked.first, event.epoch, *event.found)
             self._answers.put(asked.space, asked.keys, found, asked.local, self._state.now)
-        self._due.extend(out.waiters)
+        waiters, out.waiters = out.waiters, []  # they know it: no cycle may be left
+        self._due.extend(waiters)
         self.step()
         return True
 

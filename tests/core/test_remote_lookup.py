@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from kvstore.core.layout import Part, Shard
 from kvstore.core.limits import RemoteLimits
 from kvstore.core.messages import HitStatus, LookupReply, SessionID
-from kvstore.core.probing import STEP_WAITERS
+from kvstore.core.probing import STEP_WAITERS, Waiter
 from kvstore.core.remote_messages import Probe, Probed, RemoteState
 from tests.core.driver import Driver, Engine, layout
 from tests.core.fleet import Fleet, ask, probes, remote_stats, told
@@ -319,6 +320,25 @@ def test_a_cleared_namespace_takes_nothing_from_an_old_probe() -> None:
     node.event(found)
     assert told(engine, number) == [PENDING, ("MISS", 0)]
     assert told(engine, ask(engine, engine.chain(2).data, "next")) == [PENDING]
+
+
+def test_what_has_waited_leaves_nothing_behind() -> None:
+    """The daemon runs without cyclic collection: lookups that were pending are freed as they are,
+    whether their probe came in time, late or never brought anything."""
+    fleet, node, engine = sharing(2)
+    gc.disable()
+    try:
+        ask(engine, engine.chain(2).data, "in time")
+        fleet.answer(node)
+        ask(engine, engine.chain(2, seed=5).data, "late")
+        node.tick(RemoteLimits().probe_s)
+        fleet.answer(node)
+        ask(engine, engine.chain(2, seed=6).data, "released")
+        engine.release("released")
+        fleet.answer(node)
+        assert [one for one in gc.get_objects() if isinstance(one, Waiter)] == []
+    finally:
+        gc.enable()
 
 
 def test_no_reply_but_lookups_is_ever_pending() -> None:
