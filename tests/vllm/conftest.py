@@ -176,8 +176,7 @@ class Rig:
 
     def fresh(self) -> None:
         """Start over."""
-        process = self.daemon.process
-        if process is not None and process.poll() is not None:
+        if self._is_dead():
             self.daemon.wait()
             self.daemon.start()
             self.daemon.wait_for_stats(lambda s: not any(t["scanning"] for t in s["tiers"]))
@@ -219,6 +218,14 @@ class Rig:
         """End both."""
         self.engine.close()
         self.daemon.kill()
+
+    def _is_dead(self) -> bool:
+        """Whether the daemon was killed. On a busy machine its other threads take longer to end
+        than its first one, and until then nobody can wait for it without blocking."""
+        process = self.daemon.process
+        if process is None or process.poll() is not None:
+            return process is not None
+        return Path(f"/proc/{process.pid}/stat").read_text().rsplit(") ", 1)[1][0] == "Z"
 
     def _started(self) -> EngineProcess:
         """An engine that runs; deadlines of its transfers end well within STOP_S."""
