@@ -25,9 +25,10 @@ class Space:
     """A namespace of a tenant in its current epoch. ``shards`` is 0 until something tells it;
     ``entered_at`` counts how often the remote tier had come up when it was made known there.
 
-    ``fleet_epoch`` is the remote tier's, as it was told last (0: never yet), and ``age`` how often
-    it was. Where it has risen some other node has cleared the namespace: what was here when it was
-    told before that, stored at an age below ``shared_from``, must not be shared again.
+    ``fleet_epoch`` is the remote tier's highest that was told (0: none yet), ``age`` how often one
+    was, ``told_at`` the age when this one was first. Where it has risen some other node has cleared
+    the namespace: what was here when an older one was told, stored at an age below ``shared_from``,
+    must not be shared again.
     """
 
     __slots__ = (
@@ -46,6 +47,7 @@ class Space:
         "shared_from",
         "tenant",
         "tokens",
+        "told_at",
     )
 
     def __init__(self, record: SpaceRecord, shards: int, persisted: bool) -> None:
@@ -60,14 +62,16 @@ class Space:
         self.persisted = persisted
         self.alive = True
         self.entered_at = 0
-        self.fleet_epoch = self.age = self.shared_from = 0
+        self.fleet_epoch = self.age = self.told_at = self.shared_from = 0
         self.index: dict[TierName, Index] = {tier: Index() for tier in LOCAL_TIERS}
 
     def saw_fleet_epoch(self, epoch: int) -> None:
         """The remote tier told its epoch of this namespace."""
         if epoch > self.fleet_epoch:
             self.shared_from = self.age if self.fleet_epoch else 0
-            self.fleet_epoch = epoch
+            self.fleet_epoch, self.told_at = epoch, self.age + 1
+        elif epoch < self.fleet_epoch:  # an answer that came late: there was a clear in between
+            self.shared_from = max(self.shared_from, self.told_at)
         self.age += 1
 
     def record(self) -> SpaceRecord:

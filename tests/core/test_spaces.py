@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.core.messages import SpaceRecord
-from kvstore.core.spaces import Spaces
+from kvstore.core.spaces import Space, Spaces
 
 
 def test_an_epoch_that_came_after_a_persist_waits_for_its_own() -> None:
@@ -24,3 +24,15 @@ def test_an_epoch_that_came_after_a_persist_waits_for_its_own() -> None:
     persist = spaces.persist()
     spaces.persisted(persist.number)
     assert third.persisted
+
+
+def test_an_older_epoch_that_is_told_late_reveals_a_clear() -> None:
+    """The first answer tells the new epoch; a slower one, asked before, the old: what was stored
+    before the first is older than a clear, what was stored between them isn't."""
+    space = Space(SpaceRecord("t", b"n", "m", "", 0), 1, persisted=True)
+    before = space.age
+    space.saw_fleet_epoch(4)
+    between = space.age
+    assert before >= space.shared_from
+    space.saw_fleet_epoch(3)
+    assert before < space.shared_from <= between

@@ -151,7 +151,8 @@ class Node:
         if source is None:
             return
         told = self._told.get((head.tenant, head.namespace), [])
-        older_s = [at_s for epoch, at_s in told if epoch < _end(move).slab]
+        new_s = min((at_s for epoch, at_s in told if epoch >= _end(move).slab), default=0.0)
+        older_s = [min(at_s, new_s) for epoch, at_s in told if epoch < _end(move).slab]
         if older_s and arena.contents[source].stored_s < max(older_s):
             raise SimulationError(f"Move {move.id} shares what another node has cleared")
 
