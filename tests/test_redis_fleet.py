@@ -208,7 +208,7 @@ def test_a_lost_node_costs_its_own_chunks(made: Fleet, private_folder: Path) -> 
         second.load_all(0)
         gone = cluster.nodes[0]
         cluster.kill(gone)
-        left = {name for node in cluster.live() for name in values(node)}
+        left = chunk_names(cluster)
         for seed in range(1, 8):
             names = [key_in(left, bytes(key)) for key in each(first.prompt(seed))]
             assert second.load(seed) <= [*names, False].index(False)
@@ -226,20 +226,34 @@ SEEDS = iter(range(1000, 10_000))
 
 def moved(cluster: Cluster, first: Member, second: Member) -> int:
     """Move the slots of a prompt's chunks one by one while others read and write."""
-    first.share(30)
+    seeds: list[int] = []
+    wait_until(lambda: shared_whole(cluster, first, seeds), "a prompt is in the Cluster, whole")
     target, count = cluster.nodes[2], 0
-    names = {name for node in cluster.live() for name in values(node)}
-    for number, key in enumerate(each(first.prompt(30))):
-        [name] = [name for name in names if key.hex().encode() in name]
+    for number, key in enumerate(each(first.prompt(seeds[-1]))):
+        [name] = [name for name in chunk_names(cluster) if key.hex().encode() in name]
         if cluster.owner(name) is not target:
             source = cluster.begin_migration(cluster.slot(name), target)
-            first.share(31 + number)
+            first.store(31 + number)
             cluster.move(source, target, [name])
             second.load(31 + number)
             cluster.end_migration(cluster.slot(name), target)
             count += 1
-    second.load_all(30)
+    second.load_all(seeds[-1])
     return count
+
+
+def shared_whole(cluster: Cluster, member: Member, seeds: list[int]) -> bool:
+    """Whether one prompt more is in Redis: what a node that has just come back doesn't take yet is
+    dropped."""
+    seeds.append(next(SEEDS))
+    member.store(seeds[-1])
+    member.wait(lambda redis: not redis["write_backlog"])
+    names = chunk_names(cluster)
+    return all(key_in(names, key) for key in each(member.prompt(seeds[-1])))
+
+
+def chunk_names(cluster: Cluster) -> set[bytes]:
+    return {name for node in cluster.live() for name in values(node)}
 
 
 def each(keys: Any) -> list[bytes]:
