@@ -203,8 +203,11 @@ def test_a_lost_node_costs_its_own_chunks(made: Fleet, private_folder: Path) -> 
     comes back, and takes chunks again; slots move under way."""
     with Cluster(private_folder / "c") as cluster:
         first, second = made.pair(cluster.url)
+        wait_until(
+            lambda: shared_whole(cluster, first, []) and all(map(values, cluster.nodes)),
+            "every node takes chunks",
+        )
         first.share(*range(8))
-        assert all(len(values(node)) > 0 for node in cluster.nodes)
         second.load_all(0)
         gone = cluster.nodes[0]
         cluster.kill(gone)
