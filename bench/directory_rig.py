@@ -49,7 +49,7 @@ BLOCK_BYTES = 4096
 TOKENS = 16
 PROMPT = 512
 SLAB_SLOTS = 8192
-SCAN_SLOTS = 100
+SCAN_SLOTS = 200
 MODEL = Namespace("org/model", "r1", "test/rows")
 TENANT = "t"
 
