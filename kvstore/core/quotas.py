@@ -2,7 +2,8 @@
 
 A quota is a share of a tier's bytes, a limit and no reservation: a tenant below its own may still
 lose chunks to others. Whoever would pass it evicts leaves of its own first, and is refused where
-none may leave. What a scan finds again counts, even beyond a quota that has become smaller.
+none may leave. What a scan finds again counts, even beyond the quota: it may have become smaller,
+and what was evicted lies on disk until it is overwritten.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tests.sim.errors import SimulationError
 from tests.sim.faults import Fault, draw
 from tests.sim.inside import check_inside
 from tests.sim.quiesce import Quiesce
-from tests.sim.quotas import check_quotas
+from tests.sim.quotas import QuotaCheck
 from tests.sim.setting import Setting, shrunk
 from tests.sim.shapes import CONTEXTS, HOST_SLAB_BYTES, TENANTS
 from tests.sim.steps import drawn_steps
@@ -71,6 +71,7 @@ class Run:
         self.prompts = prompts
         self.engines = [FakeEngine(world, shape, prompts) for shape in world.setting.shapes]
         self.watchers = Watchers(world)
+        self.quotas = QuotaCheck()
 
     def all(self, steps: int) -> None:
         """All that happens until nothing goes wrong any more."""
@@ -86,7 +87,7 @@ class Run:
         self.watchers.act()
         if self.world.rng.random() < 0.1:
             check_inside(self.world.service, self.world.model.sessions.values())
-            check_quotas(self.world.service, self.world.setting.limits.nvme)
+            self.quotas.check(self.world.service)
 
     def turn(self, step: int) -> FakeEngine:
         """Whose turn it is to do something."""
@@ -124,5 +125,6 @@ class Run:
         """The daemon dies, and its engines see that."""
         self.world.saw(Fault.DAEMON_DIES)
         self.world.crash(limits)
+        self.quotas.restart()
         for engine in self.engines:
             engine.lost()
