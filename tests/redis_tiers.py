@@ -20,6 +20,8 @@ from tests.redis_rig import wait_until
 
 OPERATION_S = 20.0
 """Tests that aren't about deadlines must not meet one on a slow machine."""
+ROUND_S = 0.2
+"""Nor should they wait long until a server that is back is tried."""
 
 
 @dataclass
@@ -43,7 +45,9 @@ class Opened:
 def opened(url: str, **settings: Any) -> Iterator[Opened]:
     """A tier that was opened, whatever becomes of it."""
     told: list[bool] = []
-    known = RedisSettings(url, **{"operation_timeout_s": OPERATION_S, **settings})
+    known = RedisSettings(
+        url, **{"operation_timeout_s": OPERATION_S, "round_s": ROUND_S, **settings}
+    )
     tier = RedisTier(known, told.append)
     tier.open()
     try:

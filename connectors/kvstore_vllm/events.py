@@ -141,7 +141,7 @@ class KVEvents:
 
     def void(self) -> None:
         """Nothing that was announced can be counted on any more."""
-        for tier in TierName:
+        for tier in _MEDIUMS:
             leaving = [known for known in self._known.values() if tier in known.announced]
             self._due += _removed(leaving, tier)
         for known in self._known.values():

@@ -81,6 +81,8 @@ class RedisSettings:
     codec: str = "identity"
     connect_timeout_s: float = 1.0
     operation_timeout_s: float = 2.0
+    round_s: float = 2.0
+    """How often each server is asked what it is, and one that is down is tried again."""
     connections: int = 10
     split_bytes: int = 64 << 20
     namespace_bytes: int = 0

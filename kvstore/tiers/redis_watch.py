@@ -1,7 +1,7 @@
 """RedisWatch: the tier's own thread. It finds the servers, tries those that are down, and deletes
 what a clear left behind; nothing that an operation waits for is done here.
 
-A round is due every ROUND_S: each server is asked what it is, over a fresh connection where its
+A round is due every ``round_s``: each server is asked what it is, over a fresh connection where its
 breaker is open, which closes it. The map of servers is asked for again when one is down or an
 answer showed it to be out of date, at most once in DISCOVERY_S, and every REFRESH_S anyhow.
 """
@@ -21,7 +21,6 @@ from kvstore.tiers.redis_node import RedisNode
 from kvstore.tiers.redis_servers import RedisServers
 from kvstore.tiers.redis_settings import RedisMode, RedisSettings
 
-ROUND_S = 2.0
 DISCOVERY_S = 1.0
 REFRESH_S = 30.0
 SWEEP_NAMES = 1000
@@ -53,6 +52,7 @@ class RedisWatch:
         self.server = ""
         """Kind and version, once one was reached."""
         self._names = names
+        self._round_s = settings.round_s
         self._due = threading.Event()
         self._closed = threading.Event()
         self._is_outdated = True
@@ -92,12 +92,12 @@ class RedisWatch:
             is_busy = False
             try:
                 self._round()
-                is_busy = self._go_on_sweeping(time.monotonic() + ROUND_S)
+                is_busy = self._go_on_sweeping(time.monotonic() + self._round_s)
             except _REFUSED:
                 # Said by the breakers and the state; the next round tries again.
                 self._sweeping = None
             if not is_busy:
-                self._due.wait(ROUND_S)
+                self._due.wait(self._round_s)
             self._due.clear()
 
     def _go_on_sweeping(self, until_s: float) -> bool:

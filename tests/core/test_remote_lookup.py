@@ -326,6 +326,7 @@ def test_what_has_waited_leaves_nothing_behind() -> None:
     """The daemon runs without cyclic collection: lookups that were pending are freed as they are,
     whether their probe came in time, late or never brought anything."""
     fleet, node, engine = sharing(2)
+    gc.collect()
     gc.disable()
     try:
         ask(engine, engine.chain(2).data, "in time")
@@ -336,7 +337,7 @@ def test_what_has_waited_leaves_nothing_behind() -> None:
         ask(engine, engine.chain(2, seed=6).data, "released")
         engine.release("released")
         fleet.answer(node)
-        assert [one for one in gc.get_objects() if isinstance(one, Waiter)] == []
+        assert [one for one in gc.get_objects() if type(one) is Waiter] == []
     finally:
         gc.enable()
 

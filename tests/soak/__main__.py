@@ -48,7 +48,11 @@ class Part:
 def parts(points: int, seconds: float) -> list[Part]:
     """What there is to run."""
     kills = {"KILL_POINTS": str(points)}
-    faults = {"BURST_ARENA_MIB": "1024", "DAMAGES": str(10 * points)}
+    faults = {
+        "BURST_ARENA_MIB": "1024",
+        "DAMAGES": str(10 * points),
+        "REDIS_FAULT_STEPS": str(max(1, points // 5)),
+    }
     return [
         Part("kills and stops", (*PYTEST, "tests/crash"), "passed", kills),
         Part("faults and bursts", (*PYTEST, "tests/faults"), "passed", faults),

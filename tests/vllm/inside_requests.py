@@ -27,6 +27,7 @@ from vllm.v1.request import Request
 
 from kvstore import Adapter, ChunkChange, ChunkChanges, ContentItem, TierName
 from kvstore.core.keys import ChunkKeys, KeyContext, prefix_keys
+from kvstore.core.messages import LOCAL_TIERS
 from tests.vllm.inside import KV, run
 
 
@@ -135,7 +136,7 @@ def check_what_was_announced_is_taken_back() -> None:
     events.hear(ChunkChanges(told_of(keys, TierName.NVME, True)))
     assert events.take() == []
     events.know(asked, keys)
-    for tier in TierName:
+    for tier in LOCAL_TIERS:
         events.hear(ChunkChanges(told_of(keys, tier, True)))
         events.hear(ChunkChanges(told_of(keys, tier, True)))
     stored = events.take()
