@@ -113,6 +113,7 @@ class Pair:
         )
         self.daemon.kill()
         self.daemon.start()
+        self.daemon.wait_for_stats(lambda s: not any(tier["scanning"] for tier in s["tiers"]))
         assert self.joined.call("wait_ready")["ready"]
 
     def round(self, seed: int, prefix: int, users: int) -> dict[str, dict[str, float]]:
