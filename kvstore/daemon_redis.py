@@ -32,10 +32,6 @@ class DaemonRedis:
         self._post = post
         self._tier: RedisTier | None = None
 
-    def configured(self) -> bool:
-        """Whether there is such a tier."""
-        return bool(self._config.url)
-
     def open(self) -> None:
         """Begin to connect; returns at once. Raises KVStoreError where there can't be such a
         tier."""
