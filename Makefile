@@ -15,6 +15,8 @@ SEED ?= 1
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --retries 10 --timeout 180 --disable-pip-version-check --quiet
 # In variables, because a comma would end an argument of $(call).
+# An installation is made anew when one of these changes; without a C compiler rows are copied by numpy.
+BUILT_FROM := pyproject.toml setup.py kvstore/device/_rows.c
 FOR_RUN := .[transformers]
 FOR_TEST := .[transformers,redis,dev]
 # Three tries: a registry may be slow or drop a connection.
@@ -72,8 +74,9 @@ format: $(VENV)/.dev ## format the code
 clean: ## remove the environment, builds and caches of this checkout
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f kvstore/device/*.so
 
-# ------------------------------------------------------------------ installed once, until pyproject.toml changes
+# ------------------------------------------------------------------ installed once, until what it is built from changes
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) isn't here: install Python 3.11 or newer, or say make PYTHON=/path/to/python3"; exit 1; }
@@ -81,13 +84,13 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) can't make a virtual environment: install its venv package (Debian: python3-venv)"; rm -rf $(VENV); exit 1; }
 
 # One transaction each: torch first, so that its index can be chosen; it stays as it is afterwards.
-$(VENV)/.transformers: pyproject.toml | $(BIN)/python
+$(VENV)/.transformers: $(BUILT_FROM) | $(BIN)/python
 	@echo "installing PyTorch ($(TORCH)) and kvstore into $(VENV): a few minutes the first time"
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { $(call retry,$(PIP) $(TORCH)); }
 	@$(call retry,$(PIP) -e '$(FOR_RUN)')
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml $(VENV)/.transformers | $(BIN)/python
+$(VENV)/.dev: $(BUILT_FROM) $(VENV)/.transformers | $(BIN)/python
 	@echo "installing what the tests need into $(VENV)"
 	@$(call retry,$(PIP) -e '$(FOR_TEST)')
 	@$(BIN)/python -m tests.redis_binaries >/dev/null

@@ -17,7 +17,7 @@ import pytest
 from kvstore import __version__
 from tests.conftest import ROOT, SETTINGS, RunningDaemon, private_environment
 
-SOURCES = ("kvstore", "connectors", "cuda", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("kvstore", "connectors", "cuda", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in SOURCES:
         source = ROOT / name
         if source.is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
             shutil.copytree(source, folder / name, ignore=ignored)
         else:
             shutil.copy(source, folder / name)

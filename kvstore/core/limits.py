@@ -90,6 +90,9 @@ class Limits:
     rest waits in the core, where sessions take turns."""
     read_depth: int = 8
     write_depth: int = 4
+    answer_first_s: float = 0.0
+    """So long no write to a lower tier is handed out after the last STORE: its engine is being
+    answered, and wants a core for it."""
     write_backlog_max: int = 65_536
     """Chunk parts that wait for their write to NVMe (they hold no pin); beyond it they are dropped
     and counted."""

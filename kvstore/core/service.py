@@ -182,8 +182,12 @@ class Service:
         for tree in self._state.directory.trees():
             if tree.sweeping() or tree.slabs.burying():
                 wait_s = _SWEEP_TICK_S
-        deadline_s = self._probing.next_deadline_s()
-        return wait_s if deadline_s is None else min(wait_s, max(0.0, deadline_s - now))
+        writes = len(self._writing) or len(self._sharing)
+        held = self._state.transfers.held_until(now) if writes else None
+        for deadline_s in (self._probing.next_deadline_s(), held):
+            if deadline_s is not None:
+                wait_s = min(wait_s, max(0.0, deadline_s - now))
+        return wait_s
 
     def spaces(self, first: int, most: int = SPACES_PAGE) -> tuple[SpaceStats, ...]:
         """Up to ``most`` namespaces from the ``first`` on, in the order in which they came."""

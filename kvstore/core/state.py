@@ -28,7 +28,7 @@ class State:
         self.engines = Engines(self.spaces, limits.sessions_max)
         self.directory = Directory(limits, policy)
         self.leases = Leases(limits.lease_s, limits.leases_max)
-        self.transfers = Transfers(depths(limits))
+        self.transfers = Transfers(depths(limits), limits.answer_first_s)
         self.budget = ByteBudget(limits.write_budget_bytes_s, limits.write_burst_s)
         self.batches = Batches()
         self.effects: list[Effect] = []

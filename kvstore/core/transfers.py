@@ -3,9 +3,10 @@
 Moves wait in the core, where priorities hold, and few are in the hands at a time: copies (LOAD
 before STORE), reads, and writes (WRITE and ERASE), each up to a depth; reads from and writes to the
 remote tier have depths of their own, so that a slow one keeps nothing else back. No new write goes
-out while a retrieve is queued or running, and for STORES_FIRST_S none while a STORE is: its engine
-wants the blocks back, and memory is busy with the copy, whereas a write has time. Within a lane,
-sessions take turns by bytes: the next job is that of the session that was served least.
+out while a retrieve is queued or running, and for STORES_FIRST_S none while a STORE is, nor
+shortly after it: its engine wants the blocks back, memory is busy with the copy, and then the
+answer wants a core, whereas a write has time. Within a lane, sessions take turns by bytes: the next
+job is that of the session that was served least.
 """
 
 from __future__ import annotations
@@ -173,14 +174,17 @@ class Sources:
 class Transfers:
     """Queued and running jobs. ``finish`` is the only end of a running one."""
 
-    def __init__(self, depths: Depths) -> None:
+    def __init__(self, depths: Depths, answer_first_s: float = 0.0) -> None:
         self._depths = depths
+        self._answer_first_s = answer_first_s
         self._queues = {lane: FairQueue() for lane in Lane}
         self._queued: dict[MoveID, Job] = {}
         self._handed: dict[MoveID, Job] = {}
         self._kept: dict[MoveID, Job] = {}
         self._running = dict.fromkeys(Lane, 0)
         self._storing_since: float | None = None
+        self._stored_at = -answer_first_s
+        self._storing = False
         self._last = 0
 
     def next_id(self) -> MoveID:
@@ -228,10 +232,7 @@ class Transfers:
 
     def dispatch(self, now: float, sources: Sources) -> list[Move]:
         """The Moves to hand out now."""
-        if not self._busy(Lane.STORE):
-            self._storing_since = None
-        elif self._storing_since is None:
-            self._storing_since = now
+        self._note_stores(now)
         out: list[Move] = []
         self._copy(out)
         self._read(out, Lane.READ, self._depths.reads, sources)
@@ -311,6 +312,21 @@ class Transfers:
         if self._busy(Lane.LOAD) or self._busy(Lane.READ):
             return False
         return self._storing_since is None or now - self._storing_since >= STORES_FIRST_S
+
+    def held_until(self, now: float) -> float | None:
+        """When writes that wait for an answer may go out; None if they don't."""
+        until = self._stored_at + self._answer_first_s
+        return until if until > now and not self._may_write(now) else None
+
+    def _note_stores(self, now: float) -> None:
+        """Since when STOREs go on, with pauses shorter than ``answer_first_s``."""
+        before, self._storing = self._storing, self._busy(Lane.STORE)
+        if before or self._storing:
+            self._stored_at = now
+        if now - self._stored_at >= self._answer_first_s and not self._storing:
+            self._storing_since = None
+        elif self._storing_since is None:
+            self._storing_since = now
 
     def _busy(self, lane: Lane) -> bool:
         return bool(self._running[lane] or len(self._queues[lane]))

@@ -1,13 +1,10 @@
 """HostPages: gathers and scatters the blocks of an engine's memory on the host.
 
-Theory. All numpy copies here must drop the interpreter lock, or one busy copy thread stalls the
-daemon's loop. ``np.take`` with ``out`` and ``mode="clip"`` does, and so does assignment to
-``rows[index]``; both run at memcpy speed from pages of 16 KiB up. They need the memory as a
-contiguous array of equal rows (``np.take`` silently copies a whole array that isn't contiguous).
-So memory is seen as rows of ``page`` bytes, ``page`` being the greatest common divisor of every
-offset, stride and block size in question, counted from the first tensor's offset; a block is then
-a run of rows, and the row numbers of a chunk are one multiplication and addition over tables made
-at registration:
+Theory. All copies here must drop the interpreter lock, or one busy copy thread stalls the daemon's
+loop. rows.py copies rows of one contiguous array at memcpy speed without it, so memory is seen as
+rows of ``page`` bytes, ``page`` being the greatest common divisor of every offset, stride and block
+size in question, counted from the first tensor's offset; a block is then a run of rows, and the row
+numbers of a chunk are one multiplication and addition over tables made at registration:
 
     index = fixed + row_stride * block_ids[block_of_row]
 
@@ -18,11 +15,11 @@ leaves rows below 128 bytes, a strided view [blocks, block bytes] is indexed ins
 through a temporary array of the chunk's size, so it is the second choice (0.45 of memcpy to 0.6 at
 rows of 512 bytes, but 0.41 to 0.15 at rows of 8).
 
-``mode="clip"`` hides indices out of range, so IDs are checked before.
+Copies may clip row numbers out of range, so IDs are checked before.
 
 Rejected: ``np.take`` from strided views (it copies the whole view), slices block by block (a
 Python call each, 50 times slower at 117 bytes), ``np.put`` and assignment of void dtypes (both
-hold the interpreter lock throughout), a C extension (no bar needs it).
+hold the interpreter lock throughout).
 """
 
 from __future__ import annotations
@@ -37,6 +34,7 @@ from numpy.typing import NDArray
 from kvstore.core.errors import LayoutMismatchError
 from kvstore.core.layout import NULL_BLOCK, LayerGroup, Layout, TensorSpan
 from kvstore.device.base import Blocks
+from kvstore.device.rows import ROWS, RowCopies
 
 _GROUP_PAGE_BYTES_MIN = 4096
 """One view for a whole group pays from rows of this size on, even if tensors alone had larger."""
@@ -56,9 +54,10 @@ class HostPages:
     works from several threads.
     """
 
-    def __init__(self, array: _Bytes, layout: Layout) -> None:
+    def __init__(self, array: _Bytes, layout: Layout, copies: RowCopies = ROWS) -> None:
         self._plans = tuple(
-            _plan(array, group, layout.blocks_per_chunk(i)) for i, group in enumerate(layout.groups)
+            _plan(_Memory(array, copies), group, layout.blocks_per_chunk(i))
+            for i, group in enumerate(layout.groups)
         )
 
     def gather(self, blocks: Blocks, out: _Bytes) -> None:
@@ -135,6 +134,7 @@ class _RowRun:
 
     start: int
     end: int
+    copies: RowCopies
     rows: _Bytes
     fixed: _Index
     row_stride: _Index
@@ -142,15 +142,14 @@ class _RowRun:
 
     def gather(self, ids: _Index, out: _Bytes) -> None:
         index = self.fixed + self.row_stride * ids[self.block_of_row]
-        np.take(self.rows, index, axis=0, out=out.reshape(len(index), -1), mode="clip")
+        self.copies.gather(self.rows, index, out)
 
     def scatter(self, ids: _Index, present: NDArray[np.bool_], source: _Bytes) -> None:
-        pieces = source.reshape(len(self.fixed), -1)
         index = self.fixed + self.row_stride * ids[self.block_of_row]
         if not present.all():
             keep = present[self.block_of_row]
-            index, pieces = index[keep], pieces[keep]
-        self.rows[index] = pieces
+            index, source = index[keep], source.reshape(len(keep), -1)[keep]
+        self.copies.scatter(self.rows, index, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +171,15 @@ class _StridedRun:
         self.view[ids] = pieces
 
 
-def _plan(array: _Bytes, group: LayerGroup, blocks: int) -> _GroupPlan:
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """An engine's memory and how rows of it are copied."""
+
+    array: _Bytes
+    copies: RowCopies
+
+
+def _plan(memory: _Memory, group: LayerGroup, blocks: int) -> _GroupPlan:
     page = _page_bytes(group.tensors)
     alone = min(_page_bytes((span,)) for span in group.tensors)
     together = page >= min(alone, _GROUP_PAGE_BYTES_MIN) and page >= _ROW_BYTES_MIN
@@ -181,10 +188,10 @@ def _plan(array: _Bytes, group: LayerGroup, blocks: int) -> _GroupPlan:
     for spans in [group.tensors] if together else [(span,) for span in group.tensors]:
         end = start + blocks * sum(span.block_bytes for span in spans)
         if _page_bytes(spans) >= _ROW_BYTES_MIN:
-            runs.append(_row_run(array, spans, blocks, (start, end)))
+            runs.append(_row_run(memory, spans, blocks, (start, end)))
         else:
             (span,) = spans
-            runs.append(_strided_run(array, span, (start, end)))
+            runs.append(_strided_run(memory.array, span, (start, end)))
         start = end
     return _GroupPlan(group.name, blocks, group.num_blocks(), start, tuple(runs))
 
@@ -200,7 +207,7 @@ def _page_bytes(spans: Sequence[TensorSpan]) -> int:
 
 
 def _row_run(
-    array: _Bytes, spans: Sequence[TensorSpan], blocks: int, place: tuple[int, int]
+    memory: _Memory, spans: Sequence[TensorSpan], blocks: int, place: tuple[int, int]
 ) -> _RowRun:
     page = _page_bytes(spans)
     count = (place[1] - place[0]) // page
@@ -211,7 +218,7 @@ def _row_run(
         )
     first = min(span.offset_bytes for span in spans)
     end = max(span.end_bytes() for span in spans)
-    rows = array[first:end].reshape(-1, page)
+    rows = memory.array[first:end].reshape(-1, page)
     fixed, strides, numbers = [], [], []
     for span in spans:
         in_block = np.arange(span.block_bytes // page, dtype=np.intp)
@@ -220,9 +227,8 @@ def _row_run(
         stride = span.block_stride_bytes // page if span.num_blocks > 1 else 0
         strides.append(np.full(blocks * len(in_block), stride, np.intp))
         numbers.append(np.repeat(np.arange(blocks, dtype=np.intp), len(in_block)))
-    return _RowRun(
-        *place, rows, np.concatenate(fixed), np.concatenate(strides), np.concatenate(numbers)
-    )
+    tables = (np.concatenate(table) for table in (fixed, strides, numbers))
+    return _RowRun(*place, memory.copies, rows, *tables)
 
 
 def _strided_run(array: _Bytes, span: TensorSpan, place: tuple[int, int]) -> _StridedRun:

@@ -25,8 +25,10 @@ ONE, TWO, THREE = SessionID(1), SessionID(2), SessionID(3)
 class Lanes:
     """Transfers under test: jobs by name, and what goes out."""
 
-    def __init__(self, copies: int = 2, reads: int = 2, writes: int = 2) -> None:
-        self.transfers = Transfers(Depths(copies, reads, writes, reads, writes))
+    def __init__(
+        self, copies: int = 2, reads: int = 2, writes: int = 2, answer_first_s: float = 0.0
+    ) -> None:
+        self.transfers = Transfers(Depths(copies, reads, writes, reads, writes), answer_first_s)
         self.can_land = True
         self.now = 0.0
         self.backlog: list[Job] = []
@@ -153,6 +155,49 @@ def test_writes_wait_for_a_burst_of_stores_but_not_for_ever() -> None:
     lanes.push(MoveKind.STORE, 1)
     lanes.now += STORES_FIRST_S / 2
     assert lanes.out() == [MoveKind.STORE]
+
+
+def test_writes_wait_until_a_store_was_answered() -> None:
+    """The threads that write would take the cores from the engine that is being told."""
+    lanes = Lanes(copies=1, writes=1, answer_first_s=STORES_FIRST_S / 4)
+    lanes.backlog = [lanes.job(MoveKind.WRITE) for _ in range(4)]
+    [first] = lanes.push(MoveKind.STORE, 1)
+    lanes.out()
+    lanes.now = STORES_FIRST_S / 2
+    lanes.transfers.finish(first.id)
+    assert lanes.out() == []
+    assert lanes.transfers.held_until(lanes.now) == pytest.approx(STORES_FIRST_S * 3 / 4)
+    lanes.now = STORES_FIRST_S
+    assert lanes.transfers.held_until(lanes.now) is None
+    assert lanes.out() == [MoveKind.WRITE]
+
+
+def test_stores_with_short_pauses_do_not_keep_writes_back_for_ever() -> None:
+    """Each pause is shorter than an answer takes: all of it counts as one burst."""
+    lanes = Lanes(copies=1, writes=1, answer_first_s=STORES_FIRST_S / 4)
+    lanes.backlog = [lanes.job(MoveKind.WRITE) for _ in range(4)]
+    for eighth in range(8):
+        [store] = lanes.push(MoveKind.STORE, 1)
+        lanes.now = STORES_FIRST_S * eighth / 8
+        assert lanes.out() == [MoveKind.STORE]
+        lanes.transfers.finish(store.id)
+        assert lanes.out() == []
+    lanes.now = STORES_FIRST_S
+    assert lanes.out() == [MoveKind.WRITE]
+
+
+def test_a_tick_comes_when_writes_may_go_out() -> None:
+    """Nothing else would wake the core: the engine has its answer and asks nothing."""
+    driver = Driver(limits(nvme_slots=4, answer_first_s=0.01))
+    driver.scanned()
+    engine = driver.engine()
+    engine.put(engine.chain(1))
+    assert driver.count(MoveKind.WRITE) == 0
+    assert driver.service.next_tick_s(driver.now) == pytest.approx(0.01)
+    driver.tick(0.01)
+    assert driver.count(MoveKind.WRITE) == 1
+    driver.run()
+    assert driver.service.next_tick_s(driver.now) > 0.1
 
 
 def test_a_queued_read_that_cannot_land_holds_back_writes_but_no_copies() -> None:

@@ -96,6 +96,7 @@ def draw_limits(rng: random.Random, roomy: bool) -> Limits:
         copy_depth=rng.randint(1, 4),
         read_depth=rng.randint(1, 4),
         write_depth=rng.randint(1, 3),
+        answer_first_s=rng.choice((0.0, 0.001)),
         write_backlog_max=rng.choice((2, 16, 65_536)),
         write_budget_bytes_s=rng.choice((0, 0, 0, 3000)),
         write_burst_s=rng.choice((2.0, 10.0)),
