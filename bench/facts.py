@@ -91,7 +91,7 @@ def facts(watch: Watch, folder: Path) -> dict[str, Any]:
         "stolen": round(watch.stolen_share(), 4),
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "rows": "compiled" if COMPILED else "by numpy",
+        "rows_copied": "compiled" if COMPILED else "by numpy",
         "kvstore": VERSION,
         "commit": _commit(),
     }
@@ -103,7 +103,7 @@ def describe(watch: Watch, folder: Path) -> str:
     return (
         f"{found['cores']} cores ({found['cpu']}), {found['memory_gib']} GiB, Linux "
         f"{found['kernel']}, Python {found['python']}, numpy {found['numpy']}, "
-        f"kvstore {found['kvstore']} {found['commit']}, rows copied {found['rows']}\n"
+        f"kvstore {found['kvstore']} {found['commit']}, rows copied {found['rows_copied']}\n"
         f"load before {found['load_before']:.2f}, cores {found['idle_before']:.0%} idle; "
         f"scratch on {found['disk']}"
     )
