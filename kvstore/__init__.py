@@ -23,7 +23,7 @@ from kvstore.core.errors import (
     SessionLostError,
 )
 from kvstore.core.keys import Adapter, ChunkKey, ChunkKeys, ContentItem, Namespace
-from kvstore.core.layout import LayerGroup, Layout, Shard, TensorSpan, TokenRows
+from kvstore.core.layout import LayerGroup, Layout, Part, Shard, TensorSpan, TokenRows
 from kvstore.core.messages import HitStatus, TierName
 from kvstore.memory import CudaMemory, HostMemory, OwnedHostMemory, create_host_memory
 from kvstore.wire import VERSION
@@ -50,6 +50,7 @@ __all__ = [
     "LookupResult",
     "Namespace",
     "OwnedHostMemory",
+    "Part",
     "ProtocolError",
     "RequestHasher",
     "SchedulerSession",

@@ -13,24 +13,31 @@ from kvstore.client_link import Link
 from kvstore.client_waiters import Answer
 from kvstore.core.changes import ChangeKind
 from kvstore.core.keys import KEY_BYTES, ChunkKey
+from kvstore.core.layout import Part
 from kvstore.core.messages import TierName
 from kvstore.proto_gen import engine_pb2 as pb
 
 _MEANING = {
-    ChangeKind.HOST_LOST: (TierName.HOST, False),
-    ChangeKind.HOST_GAINED: (TierName.HOST, True),
-    ChangeKind.NVME_LOST: (TierName.NVME, False),
-    ChangeKind.NVME_GAINED: (TierName.NVME, True),
+    ChangeKind.HOST_LOST: (TierName.HOST, Part.FULL, False),
+    ChangeKind.HOST_GAINED: (TierName.HOST, Part.FULL, True),
+    ChangeKind.NVME_LOST: (TierName.NVME, Part.FULL, False),
+    ChangeKind.NVME_GAINED: (TierName.NVME, Part.FULL, True),
+    ChangeKind.HOST_WINDOW_LOST: (TierName.HOST, Part.WINDOW, False),
+    ChangeKind.HOST_WINDOW_GAINED: (TierName.HOST, Part.WINDOW, True),
+    ChangeKind.NVME_WINDOW_LOST: (TierName.NVME, Part.WINDOW, False),
+    ChangeKind.NVME_WINDOW_GAINED: (TierName.NVME, Part.WINDOW, True),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkChange:
-    """A chunk can be loaded from a tier now (``present``), or not any more."""
+    """A ``part`` of a chunk can be loaded from a tier now (``present``), or not any more: FULL is
+    the chunk but what its window groups keep of it."""
 
     key: ChunkKey
     tier: TierName
     present: bool
+    part: Part = Part.FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,5 +90,6 @@ def _read(message: pb.DaemonMessage) -> ChunkChanges:
     changes = []
     for place, kind in enumerate(kinds):
         key = keys[place * KEY_BYTES : (place + 1) * KEY_BYTES]
-        changes.append(ChunkChange(ChunkKey(key), *_MEANING[ChangeKind(kind)]))
+        tier, part, present = _MEANING[ChangeKind(kind)]
+        changes.append(ChunkChange(ChunkKey(key), tier, present, part))
     return ChunkChanges(tuple(changes), message.resync)

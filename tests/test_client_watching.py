@@ -70,7 +70,7 @@ def test_one_question_is_under_way_and_nothing_is_waited_for(
     assert bare.receive().kind == pb.ClientMessage.RELEASE
 
 
-@pytest.mark.parametrize(("keys", "kinds"), [(KEY[:31], b"\1"), (KEY, b"\1\1"), (KEY, b"\7")])
+@pytest.mark.parametrize(("keys", "kinds"), [(KEY[:31], b"\1"), (KEY, b"\1\1"), (KEY, b"\x08")])
 def test_an_answer_that_makes_no_sense_is_a_resync(
     bare: BareDaemon, session: SchedulerSession, keys: bytes, kinds: bytes
 ) -> None:

@@ -4,8 +4,8 @@ The daemon tells of chunk keys; routers know vLLM's block hashes. Only who has s
 can say which blocks it holds, so events tell of the chunks that this engine has stored or loaded:
 BlockStored when one can be loaded from host memory (medium CPU) or NVMe (STORAGE), BlockRemoved
 when it can't any more. They look like those of vLLM's own blocks: the same hashes, tokens and extra
-keys, per KV cache group; groups with a sliding window are left out, since what they keep of a chunk
-says nothing by itself.
+keys, per KV cache group. Groups with a sliding window come and go by themselves: what they keep of
+a chunk is a part of its own at the daemon, which only the last chunks of a hit need.
 
 What is remembered is limited. A chunk beyond it, and everything when the daemon is lost or told too
 much too fast, is announced as removed: a router then expects too little, never too much.
@@ -42,14 +42,16 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from kvstore import ChunkChanges, ChunkKey, ChunkKeys, TierName
+from kvstore import ChunkChanges, ChunkKey, ChunkKeys, Part, TierName
 from kvstore_vllm.layout import GroupShape
 
 CHUNKS_MAX = 65_536
 """Chunks remembered: with 128 tokens each about 1 KB, 64 MB in all."""
 REMOVED_MAX = 1024
 """Blocks named by one BlockRemoved."""
+_Place = tuple[TierName, Part]
 _MEDIUMS = {TierName.HOST: MEDIUM_CPU, TierName.NVME: MEDIUM_STORAGE}
+_PLACES = tuple((tier, part) for tier in _MEDIUMS for part in Part)
 _LOCALITY = "LOCAL"
 
 
@@ -59,6 +61,7 @@ class _Group:
 
     number: int
     tokens_per_block: int
+    part: Part
     kind: str
     window: int | None
 
@@ -75,13 +78,13 @@ class _Blocks:
 
 @dataclass(slots=True)
 class _Known:
-    """What events say of one chunk, and in which tiers it was announced."""
+    """What events say of one chunk, and in which tiers which part of it was announced."""
 
     tokens: array[int]
     blocks: tuple[_Blocks, ...]
     lora_id: int | None
     lora_name: str | None
-    announced: set[TierName] = field(default_factory=set)
+    announced: set[_Place] = field(default_factory=set)
 
 
 class KVEvents:
@@ -92,11 +95,7 @@ class KVEvents:
     ) -> None:
         self._chunk = chunk
         self._hash_tokens = hash_tokens
-        self._groups = tuple(
-            _group(number, shape, config)
-            for number, shape in enumerate(shapes)
-            if shape.window is None
-        )
+        self._groups = tuple(_group(number, shape, config) for number, shape in enumerate(shapes))
         self._known: OrderedDict[ChunkKey, _Known] = OrderedDict()
         self._due: list[KVCacheEvent] = []
 
@@ -109,30 +108,31 @@ class KVEvents:
                 self._known[key] = self._describe(request, place)
         while len(self._known) > CHUNKS_MAX:
             known = self._known.popitem(last=False)[1]
-            for tier in sorted(known.announced, key=lambda tier: tier.value):
-                self._due += _removed([known], tier)
+            for place in _PLACES:
+                if place in known.announced:
+                    self._due += _removed([known], place)
 
     def hear(self, changes: ChunkChanges) -> None:
         """The daemon has told something."""
         if changes.resync:
             self.void()
         leaving: list[_Known] = []
-        tier = TierName.HOST
+        last = _PLACES[0]
         for change in changes.changes:
-            known = self._known.get(change.key)
-            if known is None or change.present == (change.tier in known.announced):
+            known, place = self._known.get(change.key), (change.tier, change.part)
+            if known is None or change.present == (place in known.announced):
                 continue
-            if leaving and (change.present or change.tier is not tier):
-                self._due += _removed(leaving, tier)
+            if leaving and (change.present or place != last):
+                self._due += _removed(leaving, last)
                 leaving = []
-            tier = change.tier
+            last = place
             if change.present:
-                known.announced.add(tier)
-                self._due += _stored(known, tier)
+                known.announced.add(place)
+                self._due += _stored(known, place)
             else:
-                known.announced.discard(tier)
+                known.announced.discard(place)
                 leaving.append(known)
-        self._due += _removed(leaving, tier)
+        self._due += _removed(leaving, last)
 
     def take(self) -> list[KVCacheEvent]:
         """The events that are due."""
@@ -141,9 +141,9 @@ class KVEvents:
 
     def void(self) -> None:
         """Nothing that was announced can be counted on any more."""
-        for tier in _MEDIUMS:
-            leaving = [known for known in self._known.values() if tier in known.announced]
-            self._due += _removed(leaving, tier)
+        for place in _PLACES:
+            leaving = [known for known in self._known.values() if place in known.announced]
+            self._due += _removed(leaving, place)
         for known in self._known.values():
             known.announced.clear()
 
@@ -177,6 +177,7 @@ def _group(number: int, shape: GroupShape, config: KVCacheConfig) -> _Group:
     return _Group(
         number,
         shape.tokens_per_block,
+        Part.FULL if shape.window is None else Part.WINDOW,
         get_kv_cache_spec_kind(spec).value,
         get_kv_cache_spec_sliding_window(spec),
     )
@@ -188,15 +189,17 @@ def _extra_keys(request: Request, start: int, stop: int) -> tuple[Any, ...] | No
     return keys
 
 
-def _stored(known: _Known, tier: TierName) -> Iterator[KVCacheEvent]:
+def _stored(known: _Known, place: _Place) -> Iterator[KVCacheEvent]:
     for blocks in known.blocks:
+        if blocks.group.part is not place[1]:
+            continue
         yield BlockStored(
             block_hashes=list(blocks.hashes),
             parent_block_hash=blocks.parent,
             token_ids=known.tokens.tolist(),
             block_size=blocks.group.tokens_per_block,
             lora_id=known.lora_id,
-            medium=_MEDIUMS[tier],
+            medium=_MEDIUMS[place[0]],
             lora_name=known.lora_name,
             extra_keys=blocks.extra_keys,
             group_idx=blocks.group.number,
@@ -206,14 +209,16 @@ def _stored(known: _Known, tier: TierName) -> Iterator[KVCacheEvent]:
         )
 
 
-def _removed(leaving: Sequence[_Known], tier: TierName) -> Iterator[KVCacheEvent]:
+def _removed(leaving: Sequence[_Known], place: _Place) -> Iterator[KVCacheEvent]:
     """Events of a limited size, each of one group."""
     for number, first in enumerate(leaving[0].blocks if leaving else ()):
+        if first.group.part is not place[1]:
+            continue
         hashes = [each for known in leaving for each in known.blocks[number].hashes]
         for start in range(0, len(hashes), REMOVED_MAX):
             yield BlockRemoved(
                 block_hashes=hashes[start : start + REMOVED_MAX],
-                medium=_MEDIUMS[tier],
+                medium=_MEDIUMS[place[0]],
                 group_idx=first.group.number,
                 locality=_LOCALITY,
             )

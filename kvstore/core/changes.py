@@ -7,12 +7,17 @@ from enum import IntEnum
 
 
 class ChangeKind(IntEnum):
-    """What happened to a chunk in a tier; where it was gained it can be loaded from."""
+    """What happened in a tier to a chunk, or to its window part, which comes after the rest of the
+    chunk and may leave before it; where it was gained it can be loaded from."""
 
     HOST_LOST = 0
     HOST_GAINED = 1
     NVME_LOST = 2
     NVME_GAINED = 3
+    HOST_WINDOW_LOST = 4
+    HOST_WINDOW_GAINED = 5
+    NVME_WINDOW_LOST = 6
+    NVME_WINDOW_GAINED = 7
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,8 +110,8 @@ class Directory:
             return
         for tree in self.trees():
             copy = tree.find(space, key)
-            if copy is not None and copy.visible():
-                tree.changed.append((copy, True))
+            if copy is not None:
+                tree.changed += [(copy, part, True) for part in copy.visible_parts()]
 
     def let_go(self, slot: Slot, move: MoveID) -> None:
         """A Move that held a slot of any tier, or of the staging ring, has ended."""

@@ -52,7 +52,7 @@ class Tree:
         self.lost: Counter[Drop] = Counter()
         self.evictions = 0
         self.watched = False
-        self.changed: list[tuple[Copy, bool]] = []  # who came or left, while it is watched
+        self.changed: list[tuple[Copy, Part, bool]] = []  # what came or left, while it is watched
         self.chunks = 0  # in the indices of spaces that are alive
         self.scanning = False  # a scan restores the tree: more may be found
         self.accounts = Accounts(quotas, limits.slabs * limits.slab_bytes)
@@ -331,8 +331,8 @@ class Tree:
         if copy is None:
             raise InvariantError(f"{slot!r}: commits without a copy")
         copy.count_ready(slot.part, 1)
-        if self.watched and slot.part is Part.FULL and copy.visible():
-            self.changed.append((copy, True))
+        if self.watched and slot.part in copy.visible_parts():
+            self.changed.append((copy, slot.part, True))
         self.settled += [(wait, True) for wait in slot.take_waits()]
         self.committed.append(slot)
 
@@ -360,8 +360,8 @@ class Tree:
 
     def _drop(self, copy: Copy) -> None:
         """Take a copy and its slots out of everything but its children's links."""
-        if self.watched and copy.visible():
-            self.changed.append((copy, False))
+        if self.watched:
+            self.changed += [(copy, part, False) for part in copy.visible_parts()]
         self._last_rooted = None
         self._leave(copy)
         for slot in copy.slots():
@@ -380,8 +380,8 @@ class Tree:
 
     def evict(self, copy: Copy, parts: list[Part]) -> None:
         """Take parts of a copy out; the whole copy leaves with its FULL part."""
-        if self.watched and Part.FULL in parts and copy.visible():
-            self.changed.append((copy, False))
+        if self.watched:
+            self.changed += [(copy, part, False) for part in copy.visible_parts() if part in parts]
         for part in parts:
             for shard, slot in enumerate(copy.part(part)):
                 if slot is not None:

@@ -94,6 +94,12 @@ class Copy:
         """Whether every shard's WINDOW part is READY too."""
         return self.visible() and self.window_ready == self.space.shards
 
+    def visible_parts(self) -> list[Part]:
+        """The parts of which readers may see every shard's."""
+        if not self.visible():
+            return []
+        return [Part.FULL, Part.WINDOW] if self.window_visible() else [Part.FULL]
+
     def slot(self, part: Part, shard: int) -> Slot | None:
         """The slot of one part of one shard."""
         return self._slots[shard + shard + part]

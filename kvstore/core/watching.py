@@ -5,9 +5,9 @@ loads though they are there already: a watcher learns where what it uses is, wit
 namespace that may have a million chunks. What a scan finds at start is told when it is used.
 
 Nothing ever waits for a watcher. A session is owed one answer at most, which it asks for (Watch);
-what happens meanwhile is kept for it by chunk and tier, the last state only, up to PENDING_MAX. One
-that falls behind further is told to start over (``resync``), and what it missed is counted. Without
-watchers the trees note nothing.
+what happens meanwhile is kept for it by chunk, tier and part, the last state only, up to
+PENDING_MAX. One that falls behind further is told to start over (``resync``), and what it missed is
+counted. Without watchers the trees note nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from kvstore.core.changes import ChangeKind, Changes, Watch
 from kvstore.core.engines import Session
+from kvstore.core.layout import Part
 from kvstore.core.messages import Refused, SessionID, TierName
 from kvstore.core.spaces import Space
 from kvstore.core.state import State
@@ -26,10 +27,14 @@ PENDING_MAX = 16_384
 ANSWER_MAX = 1000
 """Changes in one answer."""
 _KINDS = {
-    (TierName.HOST, False): ChangeKind.HOST_LOST,
-    (TierName.HOST, True): ChangeKind.HOST_GAINED,
-    (TierName.NVME, False): ChangeKind.NVME_LOST,
-    (TierName.NVME, True): ChangeKind.NVME_GAINED,
+    (TierName.HOST, Part.FULL, False): ChangeKind.HOST_LOST,
+    (TierName.HOST, Part.FULL, True): ChangeKind.HOST_GAINED,
+    (TierName.NVME, Part.FULL, False): ChangeKind.NVME_LOST,
+    (TierName.NVME, Part.FULL, True): ChangeKind.NVME_GAINED,
+    (TierName.HOST, Part.WINDOW, False): ChangeKind.HOST_WINDOW_LOST,
+    (TierName.HOST, Part.WINDOW, True): ChangeKind.HOST_WINDOW_GAINED,
+    (TierName.NVME, Part.WINDOW, False): ChangeKind.NVME_WINDOW_LOST,
+    (TierName.NVME, Part.WINDOW, True): ChangeKind.NVME_WINDOW_GAINED,
 }
 
 
@@ -42,7 +47,7 @@ class _Watcher:
     asked: int = 0
     space: Space | None = None
     void: bool = True
-    pending: dict[tuple[bytes, TierName], bool] = field(default_factory=dict)
+    pending: dict[tuple[bytes, TierName, Part], bool] = field(default_factory=dict)
 
 
 class Watching:
@@ -79,10 +84,10 @@ class Watching:
         changed, tree.changed = tree.changed, []
         for watcher in self._watchers.values():
             self._renew(watcher)
-            for copy, gained in changed:
+            for copy, part, gained in changed:
                 if copy.space is watcher.space:
-                    watcher.pending.pop((copy.key, tree.tier), None)
-                    watcher.pending[copy.key, tree.tier] = gained
+                    watcher.pending.pop((copy.key, tree.tier, part), None)
+                    watcher.pending[copy.key, tree.tier, part] = gained
             if len(watcher.pending) > PENDING_MAX:
                 self._void(watcher)
 
@@ -102,8 +107,10 @@ class Watching:
         if not watcher.asked or not (watcher.pending or watcher.void):
             return
         told = list(watcher.pending)[:ANSWER_MAX]
-        kinds = bytes(_KINDS[tier, watcher.pending.pop((key, tier))] for key, tier in told)
-        keys = b"".join(key for key, _ in told)
+        kinds = bytes(
+            _KINDS[tier, part, watcher.pending.pop((key, tier, part))] for key, tier, part in told
+        )
+        keys = b"".join(key for key, _, _ in told)
         self._state.reply(watcher.session.id, watcher.asked, Changes(keys, kinds, watcher.void))
         watcher.asked, watcher.void = 0, False
 

@@ -9,9 +9,10 @@ from kvstore.core.changes import ChangeKind, Changes, Watch
 from kvstore.core.keys import KEY_BYTES, ChunkKeys
 from kvstore.core.layout import Shard
 from kvstore.core.messages import MoveKind, MoveStatus, Refused, SetRevision
-from tests.core.driver import Driver, Engine, limits
+from tests.core.driver import CHUNK_TOKENS, Driver, Engine, layout, limits
 
-HOST_LOST, HOST_GAINED, NVME_LOST, NVME_GAINED = ChangeKind
+HOST_LOST, HOST_GAINED, NVME_LOST, NVME_GAINED, *_ = ChangeKind
+HOST_WINDOW_LOST, HOST_WINDOW_GAINED = ChangeKind.HOST_WINDOW_LOST, ChangeKind.HOST_WINDOW_GAINED
 Told = list[tuple[bytes, ChangeKind]]
 
 
@@ -83,6 +84,33 @@ def test_a_chunk_is_told_when_its_last_rank_has_stored_it() -> None:
     driver.run()
     driver.tick(1.0)
     assert driver.answer(engine.scheduler, number) == Changes(keys.data, b"\1", False)
+
+
+def test_what_windows_keep_of_a_chunk_is_told_apart() -> None:
+    """It comes after its chunk, may leave before it or with it, and is told again when it is
+    used."""
+    driver = Driver(limits(host_slots=4))
+    engine = driver.engine(shape=layout(window=CHUNK_TOKENS))
+    watch(engine)
+    first, second, third = engine.chain(2, 1), engine.chain(1, 2), engine.chain(1, 3)
+    engine.put(first)
+    told = [kind for _, kind in watch(engine)[0]]
+    assert told == [HOST_GAINED, HOST_WINDOW_GAINED] * 2
+    engine.put(second)
+    came = [(bytes(second[0]), HOST_GAINED), (bytes(second[0]), HOST_WINDOW_GAINED)]
+    assert watch(engine)[0] == all_of(first, HOST_WINDOW_LOST) + came
+    engine.put(third)
+    left = all_of(first, HOST_LOST)[::-1]
+    assert watch(engine)[0][:2] == left
+    engine.put(first[:1])
+    assert set(watch(engine)[0]) == {
+        (bytes(second[0]), HOST_WINDOW_LOST),
+        (bytes(second[0]), HOST_LOST),
+        (bytes(first[0]), HOST_GAINED),
+        (bytes(first[0]), HOST_WINDOW_GAINED),
+    }
+    engine.get(first[:1])
+    assert [kind for _, kind in watch(engine)[0]] == [HOST_GAINED, HOST_WINDOW_GAINED]
 
 
 def test_only_the_last_state_of_a_chunk_is_told() -> None:

@@ -223,7 +223,7 @@ def losses_are_not_told(patch: Patch) -> None:
     note = Watching.note
 
     def noted(self: Watching, tree: Tree) -> None:
-        tree.changed = [(copy, came) for copy, came in tree.changed if came]
+        tree.changed = [change for change in tree.changed if change[-1]]
         note(self, tree)
 
     patch(Watching, "note", noted)

@@ -31,7 +31,7 @@ HAPPENS = (
     "pending", "remote read ok", "remote read corrupt", "remote read foreign", "remote read failed",
     "remote write ok", "remote write no space", "redis_lost", "redis_backlog", "redis_down",
     "evicted_before_redis", "shared", "world fleet", "scan_orphan", "Watch", "resync",
-    "told present", "told absent",
+    "told chunk present", "told chunk absent", "told window present", "told window absent",
     *(f"world {theme.name}" for theme in THEMES),
 )  # fmt: skip
 """What must occur somewhere in the fixed seeds, beside each fault."""

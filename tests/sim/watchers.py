@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 from kvstore.core.changes import ChangeKind, Changes, Watch
+from kvstore.core.layout import Part
 from kvstore.core.messages import Reply, SessionID, TierName
 from tests.sim.errors import SimulationError
 from tests.sim.views import SessionView, split
@@ -14,10 +15,14 @@ from tests.sim.world import World
 WATCH_RATE = 0.05
 """How often a session asks for changes, beside each action of an engine: often too late."""
 _MEANS = {
-    ChangeKind.HOST_LOST: (TierName.HOST, False),
-    ChangeKind.HOST_GAINED: (TierName.HOST, True),
-    ChangeKind.NVME_LOST: (TierName.NVME, False),
-    ChangeKind.NVME_GAINED: (TierName.NVME, True),
+    ChangeKind.HOST_LOST: (TierName.HOST, Part.FULL, False),
+    ChangeKind.HOST_GAINED: (TierName.HOST, Part.FULL, True),
+    ChangeKind.NVME_LOST: (TierName.NVME, Part.FULL, False),
+    ChangeKind.NVME_GAINED: (TierName.NVME, Part.FULL, True),
+    ChangeKind.HOST_WINDOW_LOST: (TierName.HOST, Part.WINDOW, False),
+    ChangeKind.HOST_WINDOW_GAINED: (TierName.HOST, Part.WINDOW, True),
+    ChangeKind.NVME_WINDOW_LOST: (TierName.NVME, Part.WINDOW, False),
+    ChangeKind.NVME_WINDOW_GAINED: (TierName.NVME, Part.WINDOW, True),
 }
 
 
@@ -28,7 +33,7 @@ class FakeWatcher:
     world: World
     view: SessionView
     asked: bool = False
-    present: dict[tuple[bytes, TierName], bool] = field(default_factory=dict)
+    present: dict[tuple[bytes, TierName, Part], bool] = field(default_factory=dict)
 
     def ask(self) -> None:
         """Ask for changes, unless an answer is owed."""
@@ -41,15 +46,15 @@ class FakeWatcher:
         state = self.world.service._state
         session = state.engines.session(self.view.id)
         space = None if session is None else session.engine.space
-        for (key, tier), present in self.present.items():
+        for (key, tier, part), present in self.present.items():
             tree = state.directory.tree(tier)
             copy = None if tree is None or space is None else tree.find(space, key)
-            there = copy is not None and copy.visible()
+            there = copy is not None and part in copy.visible_parts()
             if present != there and (present or tier is TierName.HOST):
-                raise SimulationError(
-                    f"s{self.view.id} believes {key.hex()[:6]} in {tier.value}: {present}"
-                )
-            self.world.model.counts[f"told {'present' if present else 'absent'}"] += 1
+                what = f"{part.name} of {key.hex()[:6]} in {tier.value}"
+                raise SimulationError(f"s{self.view.id} believes {what}: {present}")
+            what = "window" if part is Part.WINDOW else "chunk"
+            self.world.model.counts[f"told {what} {'present' if present else 'absent'}"] += 1
 
     def _told(self, reply: Reply) -> None:
         body = reply.body
@@ -60,8 +65,8 @@ class FakeWatcher:
             self.present.clear()
             self.world.model.counts["resync"] += 1
         for key, kind in zip(split(body.keys), body.kinds, strict=True):
-            tier, present = _MEANS[ChangeKind(kind)]
-            self.present[key, tier] = present
+            tier, part, present = _MEANS[ChangeKind(kind)]
+            self.present[key, tier, part] = present
 
 
 @dataclass(slots=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from tests.conftest import StartDaemon
 from tests.vllm.conftest import BIG, CHUNK, StartEngine, prompt, whole
+from tests.vllm.test_kinds import tiny
 
 Event = dict[str, Any]
 
@@ -72,3 +74,45 @@ def test_a_router_hears_what_the_external_cache_gained_and_lost(
     engine.run(short)
     told = engine.call("events", count=2)["events"]
     assert hashes(external(told, "BlockRemoved", "STORAGE")) == kept
+
+
+def test_a_router_hears_of_windows_by_their_own_groups(
+    start_daemon: StartDaemon, start_engine: StartEngine, private_folder: Path
+) -> None:
+    """Sliding windows beside full attention: every group's blocks are told for both tiers, by
+    vLLM's own hashes and with what vLLM itself says of the group, and a clear takes all back."""
+    daemon = start_daemon(**BIG)
+    model = tiny("hybrid", private_folder)
+    engine = start_engine({"socket": daemon.socket}, module="listening", model=model)
+    assert engine.call("wait_ready")["ready"]
+    short = {"prompt": prompt("short", 1), "max_tokens": 1}
+    text = prompt("windows", 60)
+    chunks = whole(engine, text) // CHUNK
+    engine.run(short)
+    engine.run({"prompt": text, "max_tokens": 1})
+    told = engine.call("events", count=2 * 3 * chunks)["events"]
+    own = {facts_of(event): event for event in external(told, "BlockStored", "GPU")}
+    assert [kind for _, kind, _ in own].count("sliding_window") == 2
+    wanted = next(hashes([e]) for e in own.values() if e["kv_cache_spec_kind"] == "full_attention")
+    assert len(wanted) == chunks
+    for medium in ("CPU", "STORAGE"):
+        found = external(told, "BlockStored", medium)
+        assert {facts_of(event) for event in found} == set(own)
+        for facts in own:
+            same = [event for event in found if facts_of(event) == facts]
+            assert len(same) == chunks
+            assert hashes(same) == wanted
+    assert daemon.kvstore("clear", "--all", "--yes").returncode == 0
+    engine.run(short)
+    gone = engine.call("events", count=2 * 3)["events"]
+    for medium in ("CPU", "STORAGE"):
+        lost = external(gone, "BlockRemoved", medium)
+        assert {event["group_idx"]: hashes([event]) for event in lost} == dict.fromkeys(
+            range(3), wanted
+        )
+
+
+def facts_of(event: Event) -> tuple[Any, ...]:
+    """What a BlockStored says of its group."""
+    names = ("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
+    return tuple(event[name] for name in names)
