@@ -9,12 +9,11 @@ quotas, each tenant's queue by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from kvstore.core.eviction import Look, Policy
 from kvstore.core.layout import Part
 from kvstore.core.quotas import NO_QUOTAS, Quotas
-from kvstore.core.slots import Slot, SlotState
 from kvstore.core.tree_nodes import Copy
 
 _Queues = dict[tuple[str, tuple[int, ...]], Policy]
@@ -23,12 +22,14 @@ _BOTH = [Part.FULL, Part.WINDOW]
 
 
 class Candidates:
-    """A policy for each combination of slot sizes. ``guard`` is the copy that room is made for;
-    ``looks_left`` are the candidates that this event may still look at."""
+    """A policy for each combination of slot sizes. ``guard`` is the copy that room is made for; a
+    policy that comes across it forgets it, and ``release`` offers it again. ``looks_left`` are the
+    candidates that this event may still look at."""
 
     def __init__(self, policy: Callable[[], Policy], quotas: Quotas = NO_QUOTAS) -> None:
         self.guard: Copy | None = None
         self.looks_left = 0
+        self._passed_guard = False
         self._policy = policy
         self._by_tenant = quotas != NO_QUOTAS
         self._copies: _Queues = {}
@@ -36,10 +37,17 @@ class Candidates:
 
     def offer(self, copy: Copy) -> None:
         """Note a copy that may be evictable, whole or in part."""
-        if self.evictable(copy):
+        if copy.first_child is None and self.evictable(copy):
             self._queue(self._copies, copy, Part.FULL).offer(copy)
-        if self.window_evictable(copy):
+        if copy.window_ready and self.window_evictable(copy):
             self._queue(self._windows, copy, Part.WINDOW).offer(copy)
+
+    def release(self) -> None:
+        """Room has been made: the guard is a copy like others again."""
+        guard, self.guard = self.guard, None
+        if self._passed_guard and guard is not None:
+            self._passed_guard = False
+            self.offer(guard)
 
     def begin(self, looks: int) -> None:
         """A new event begins, with so many looks; no fewer than it takes to get anywhere, as each
@@ -50,7 +58,11 @@ class Candidates:
     def take(self, slot_bytes: int) -> tuple[Copy, list[Part]] | None:
         """The copy, and its parts, to evict for a slot of this size; None where there is none, or
         with ``looks_left`` below 0, where it wasn't found within the looks that there were."""
-        return self._first(_freeing(self._windows, slot_bytes), _freeing(self._copies, slot_bytes))
+        copies = _freeing(self._copies, slot_bytes)
+        if self._windows:
+            return self._first(_freeing(self._windows, slot_bytes), copies)
+        copy = self._take(copies, self._look_at_copy)
+        return None if copy is None else (copy, _BOTH)
 
     def take_of(self, tenant: str) -> tuple[Copy, list[Part]] | None:
         """The same for what leaves first of a tenant that has a quota, of any size."""
@@ -78,14 +90,11 @@ class Candidates:
 
     def evictable(self, copy: Copy) -> bool:
         """Whether the whole copy may leave."""
-        if not self._loose(copy) or copy.first_child is not None:
-            return False
-        slots = copy.slots()
-        return bool(slots) and _all_idle(slots)
+        return copy.first_child is None and self._loose(copy) and copy.idle()
 
     def window_evictable(self, copy: Copy) -> bool:
         """Whether the copy's WINDOW part may leave."""
-        return self._loose(copy) and copy.window_ready > 0 and _all_idle(copy.part(Part.WINDOW))
+        return copy.window_ready > 0 and self._loose(copy) and copy.idle(Part.WINDOW)
 
     def _take(self, policies: list[Policy], look: Callable[[Copy], Look]) -> Copy | None:
         """Take the copy used longest ago of all."""
@@ -114,6 +123,7 @@ class Candidates:
     def _look(self, copy: Copy, may_leave: Callable[[Copy], bool]) -> Look:
         """The guard costs no look, as it comes back each time."""
         if copy is self.guard:
+            self._passed_guard = True
             return Look.STAYS
         self.looks_left -= 1
         if self.looks_left < 0:
@@ -121,11 +131,13 @@ class Candidates:
         return Look.LEAVES if may_leave(copy) else Look.STAYS
 
     def _loose(self, copy: Copy) -> bool:
-        return copy.live and copy.space.alive and not copy.leases and copy is not self.guard
+        if copy is self.guard:
+            self._passed_guard = True
+            return False
+        return copy.live and copy.space.alive and not copy.leases
 
     def _queue(self, queues: _Queues, copy: Copy, part: Part) -> Policy:
-        found = [slot.slab.slot_bytes for slot in copy.part(part) if slot is not None]
-        sizes = tuple(found) if len(found) == 1 else tuple(sorted(set(found)))
+        sizes = copy.slot_sizes(part)
         name = (copy.space.tenant if self._by_tenant else "", sizes)
         policy = queues.get(name)
         if policy is None:
@@ -141,10 +153,3 @@ def _freeing(queues: _Queues, slot_bytes: int) -> list[Policy]:
 def _of(queues: _Queues, tenant: str) -> list[Policy]:
     """The policies of a tenant's copies."""
     return [policy for (owner, _), policy in queues.items() if owner == tenant]
-
-
-def _all_idle(slots: Iterable[Slot | None]) -> bool:
-    for slot in slots:
-        if slot is not None and (slot.state is not SlotState.READY or slot.holders):
-            return False
-    return True

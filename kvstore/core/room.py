@@ -52,7 +52,7 @@ class Room:
             return Drop.HOST_QUOTA if host else Drop.NVME_QUOTA
         slabs, candidates = self._tree.slabs, self._tree.candidates
         slot = slabs.take(slot_bytes)
-        if slot is None and self._sweep():
+        if slot is None and self._tree.sweeping() and self._sweep():
             slot = slabs.take(slot_bytes)
         if slot is not None:
             return slot
@@ -63,8 +63,7 @@ class Room:
             while slot is None and self._evict(slot_bytes):
                 slot = slabs.take(slot_bytes)
         finally:
-            candidates.guard = None
-            self._tree.offer(guard)
+            candidates.release()
         if slot is not None:
             return slot
         if self._leaving is not None or self._goes_on():
@@ -90,8 +89,7 @@ class Room:
                     return False
                 self._tree.evict(*found)
         finally:
-            candidates.guard = None
-            self._tree.offer(guard)
+            candidates.release()
         return True
 
     def _sweep(self) -> bool:

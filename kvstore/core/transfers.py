@@ -113,7 +113,10 @@ class FairQueue:
     def head(self) -> Job | None:
         """The job to go next; it stays."""
         while self._queues:
-            session = min(self._served, key=self._served.__getitem__)
+            if len(self._queues) == 1:
+                (session,) = self._queues
+            else:
+                session = min(self._served, key=self._served.__getitem__)
             queue = self._queues[session]
             if queue:
                 return next(iter(queue.values()))

@@ -382,13 +382,12 @@ class Tree:
         """Take parts of a copy out; the whole copy leaves with its FULL part."""
         if self.watched:
             self.changed += [(copy, part, False) for part in copy.visible_parts() if part in parts]
-        for part in parts:
-            for shard, slot in enumerate(copy.part(part)):
-                if slot is not None:
-                    slot.evict()
-                    self.slabs.give_back(slot)
-                    copy.put(part, shard, None)
-                    copy.count_ready(part, -1)
+        for slot in copy.slots():
+            if slot.part in parts:
+                copy.put(slot.part, slot.shard, None)
+                copy.count_ready(slot.part, -1)
+                slot.evict()
+                self.slabs.give_back(slot)
         self.evictions += 1
         if Part.FULL not in parts:
             return
@@ -396,5 +395,6 @@ class Tree:
         self._leave(copy)
         copy.unlink()
         if parent is not None:
-            parent.last_use = max(parent.last_use, copy.last_use)
+            if parent.last_use < copy.last_use:
+                parent.last_use = copy.last_use
             self.offer(parent)

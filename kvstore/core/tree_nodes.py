@@ -116,6 +116,21 @@ class Copy:
         """All slots that it has."""
         return [slot for slot in self._slots if slot is not None]
 
+    def idle(self, part: Part | None = None) -> bool:
+        """Whether it has slots, of that part or any, and all are READY and held by no Move."""
+        some = False
+        for slot in self._slots if part is None else self._slots[part::2]:
+            if slot is not None:
+                if slot.state is not SlotState.READY or slot.holders:
+                    return False
+                some = True
+        return some
+
+    def slot_sizes(self, part: Part) -> tuple[int, ...]:
+        """The sizes of a part's slots, each once, rising."""
+        found = [slot.slab.slot_bytes for slot in self._slots[part::2] if slot is not None]
+        return tuple(found) if len(found) == 1 else tuple(sorted(set(found)))
+
     def count_ready(self, part: Part, change: int) -> None:
         """So many more of a part's slots are READY."""
         if part is Part.FULL:
