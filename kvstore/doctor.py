@@ -99,7 +99,7 @@ def copies(settings: Settings) -> Finding:
         return Finding(
             "copies",
             Status.WARN,
-            "by numpy: there was no C compiler when kvstore was installed",
+            "by numpy: nothing compiled of this version is installed, for want of a C compiler",
             "install one (Debian: gcc) and kvstore again; stores and retrieves take less time then",
         )
     return Finding("copies", Status.OK, "compiled, past the caches")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
 import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvstore.device.rows import COMPILED, NumpyRows, RowCopies
+from kvstore.device.rows import COMPILED, NumpyRows, RowCopies, compiled
 from kvstore.testing import pattern
 
 Bytes = NDArray[np.uint8]
@@ -26,6 +28,15 @@ def test_compiled_copies_are_there_where_a_compiler_is() -> None:
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         pytest.skip("no C compiler, so rows are copied by numpy")
     assert COMPILED is not None, "run: python setup.py build_ext --inplace"
+
+
+@pytest.mark.skipif(COMPILED is None, reason="no C compiler when this was installed")
+def test_a_module_of_another_source_is_not_used(tmp_path: Path) -> None:
+    """A checkout's source has changed since its module was compiled; an installation has none."""
+    source = tmp_path / "_rows.c"
+    assert compiled(source) is COMPILED
+    source.write_text("int changed;")
+    assert compiled(source) is None
 
 
 class Guarded:
@@ -45,6 +56,7 @@ class Guarded:
 
 
 @pytest.mark.parametrize("copies", COPIES, ids=lambda c: type(c).__name__)
+@settings(deadline=None)
 @given(data=st.data(), row_bytes=SIZES, shift=st.integers(0, 63))
 def test_rows_are_copied_exactly(
     copies: RowCopies, data: st.DataObject, row_bytes: int, shift: int
@@ -86,6 +98,28 @@ class TestCompiled:
             with pytest.raises(ValueError, match="rows: "):
                 self.copies.gather(rows, np.array([1], np.intp), np.zeros(nbytes, np.uint8))
 
+    def test_sizes_whose_product_overflows_are_refused(self) -> None:
+        """A million rows of 16 TiB, mapped and never touched, are 2^64 bytes: not 0."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        try:
+            mapped = mmap.mmap(-1, 1 << 44, flags=flags, prot=mmap.PROT_READ)
+        except OSError as error:
+            pytest.skip(f"16 TiB of addresses can't be had: {error}")
+        rows = np.frombuffer(mapped, np.uint8).reshape(1, -1)
+        with pytest.raises(ValueError, match="rows: 0 bytes for 1048576 rows of 17592186044416"):
+            self.copies.gather(rows, np.zeros(1 << 20, np.intp), np.zeros(0, np.uint8))
+        with pytest.raises(ValueError, match="rows: "):
+            self.copies.gather(rows[:0], np.zeros(0, np.intp), np.zeros(1, np.uint8))
+
+    def test_nothing_is_copied_where_there_is_nothing(self) -> None:
+        """No rows, none chosen, or rows of no bytes."""
+        none, some = np.zeros(0, np.intp), np.zeros(3, np.intp)
+        for rows, index in (((0, 64), none), ((4, 64), none), ((4, 0), none), ((4, 0), some)):
+            self.copies.gather(np.zeros(rows, np.uint8), index, np.zeros(0, np.uint8))
+            self.copies.scatter(np.zeros(rows, np.uint8), index, np.zeros(0, np.uint8))
+        with pytest.raises(IndexError):
+            self.copies.gather(np.zeros((0, 0), np.uint8), some, np.zeros(0, np.uint8))
+
     def test_arrays_of_another_kind_are_refused(self) -> None:
         rows, index, flat = (
             np.zeros((4, 64), np.uint8),
@@ -99,6 +133,8 @@ class TestCompiled:
             (rows[:, ::2], index, flat[:32]),
             (np.zeros((4, 8), np.float64), index, flat),
             (rows, "01234567", flat),
+            (rows, index.astype(np.float64), flat),
+            (rows, index.byteswap().view(index.dtype.newbyteorder()), flat),
         ]
         for arguments in wrong:
             with pytest.raises((ValueError, BufferError, TypeError)):

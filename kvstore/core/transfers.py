@@ -314,19 +314,24 @@ class Transfers:
     def _may_write(self, now: float) -> bool:
         if self._busy(Lane.LOAD) or self._busy(Lane.READ):
             return False
-        return self._storing_since is None or now - self._storing_since >= STORES_FIRST_S
+        return self.held_until(now) is None
 
     def held_until(self, now: float) -> float | None:
-        """When writes that wait for an answer may go out; None if they don't."""
-        until = self._stored_at + self._answer_first_s
-        return until if until > now and not self._may_write(now) else None
+        """When writes that wait for STOREs and their answers may go out; None if they don't. A
+        dispatch at that very time hands them out: both compare the same sum."""
+        if self._storing_since is None:
+            return None
+        until = self._storing_since + STORES_FIRST_S
+        if not self._storing:
+            until = min(until, self._stored_at + self._answer_first_s)
+        return until if until > now else None
 
     def _note_stores(self, now: float) -> None:
         """Since when STOREs go on, with pauses shorter than ``answer_first_s``."""
         before, self._storing = self._storing, self._busy(Lane.STORE)
         if before or self._storing:
             self._stored_at = now
-        if now - self._stored_at >= self._answer_first_s and not self._storing:
+        if now >= self._stored_at + self._answer_first_s and not self._storing:
             self._storing_since = None
         elif self._storing_since is None:
             self._storing_since = now

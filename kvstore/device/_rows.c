@@ -7,7 +7,8 @@
  * prefetcher stops at each page of 4 KiB, so rows of a few pages are read ahead here, into the next row.
  *
  * The interpreter lock is dropped for the whole copy. Rows are checked against both buffers before the first
- * byte moves. Where the processor isn't x86-64, rows are copied by memcpy.
+ * byte moves, and their memory is held until the last one has. Where the processor isn't x86-64, rows are copied
+ * by memcpy. The module says what it was compiled from, so that rows.py won't use an old one.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -30,7 +31,7 @@
 typedef struct {
     char *rows;
     char *flat;
-    const int64_t *index;
+    const Py_ssize_t *index;
     size_t count;
     size_t row_bytes;
 } Copy;
@@ -49,7 +50,8 @@ static void store_line(char *to, const char *from)
     _mm_stream_si128((__m128i *)(to + 48), d);
 }
 
-/* ``next`` is what is read after this row, for prefetching only. */
+/* ``next`` is what is read after this row, for prefetching only: that may go past the mapping, as a prefetch of
+ * what isn't there does nothing. */
 static void copy_row(char *to, const char *from, size_t bytes, const char *next)
 {
     size_t at = 0;
@@ -57,9 +59,10 @@ static void copy_row(char *to, const char *from, size_t bytes, const char *next)
         at = (size_t)(-(uintptr_t)to & (LINE - 1));
         memcpy(to, from, at);
         for (; at + 4 * LINE <= bytes; at += 4 * LINE) {
-            const char *ahead = at + AHEAD < bytes ? from + at + AHEAD : next + (at + AHEAD - bytes);
+            uintptr_t ahead =
+                at + AHEAD < bytes ? (uintptr_t)from + at + AHEAD : (uintptr_t)next + (at + AHEAD - bytes);
             for (int line = 0; line < 4; line++) {
-                _mm_prefetch(ahead + line * LINE, _MM_HINT_NTA);
+                _mm_prefetch((const char *)(ahead + (uintptr_t)line * LINE), _MM_HINT_NTA);
             }
             for (int line = 0; line < 4; line++) {
                 store_line(to + at + line * LINE, from + at + line * LINE);
@@ -113,12 +116,19 @@ static void scatter_rows(const Copy *copy)
     finish();
 }
 
+/* Whether these are native integers of a pointer's size, as numpy's intp. */
+static int is_index(const Py_buffer *index)
+{
+    const char *format = index->format;
+    return index->ndim == 1 && index->itemsize == (Py_ssize_t)sizeof(Py_ssize_t) && format != NULL &&
+           format[0] != '\0' && strchr("ilqn", format[0]) != NULL && format[1] == '\0';
+}
+
 /* What a call was given, as ``copy``; -1 with an exception set where it doesn't fit together. */
 static int describe(const Py_buffer *rows, const Py_buffer *index, const Py_buffer *flat, Copy *copy)
 {
-    if (rows->ndim != 2 || index->ndim != 1 || index->itemsize != (Py_ssize_t)sizeof(int64_t) ||
-        rows->itemsize != 1) {
-        PyErr_SetString(PyExc_ValueError, "rows: valid are bytes [rows, row bytes] and 64-bit integers [copied]");
+    if (rows->ndim != 2 || rows->itemsize != 1 || !is_index(index)) {
+        PyErr_SetString(PyExc_ValueError, "rows: valid are bytes [rows, row bytes] and native integers [copied]");
         return -1;
     }
     copy->rows = rows->buf;
@@ -126,14 +136,17 @@ static int describe(const Py_buffer *rows, const Py_buffer *index, const Py_buff
     copy->index = index->buf;
     copy->count = (size_t)index->shape[0];
     copy->row_bytes = (size_t)rows->shape[1];
-    if ((size_t)flat->len != copy->count * copy->row_bytes) {
+    /* By division, as a product could overflow: rows may be mapped and never touched. */
+    size_t fits = copy->row_bytes ? (size_t)flat->len / copy->row_bytes : 0;
+    size_t left = copy->row_bytes ? (size_t)flat->len % copy->row_bytes : (size_t)flat->len;
+    if (left != 0 || (copy->row_bytes != 0 && fits != copy->count)) {
         PyErr_Format(PyExc_ValueError, "rows: %zd bytes for %zu rows of %zu", flat->len, copy->count,
                      copy->row_bytes);
         return -1;
     }
     for (size_t i = 0; i < copy->count; i++) {
         if (copy->index[i] < 0 || copy->index[i] >= rows->shape[0]) {
-            PyErr_Format(PyExc_IndexError, "rows: no row %lld; valid are 0..%zd", (long long)copy->index[i],
+            PyErr_Format(PyExc_IndexError, "rows: no row %zd; valid are 0..%zd", copy->index[i],
                          rows->shape[0] - 1);
             return -1;
         }
@@ -191,7 +204,13 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyModuleDef_Slot slots[] = {{0, NULL}};
+/* setup.py gives ROWS_SOURCE: a digest of this file. */
+static int name_source(PyObject *module)
+{
+    return PyModule_AddStringConstant(module, "SOURCE", ROWS_SOURCE);
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, name_source}, {0, NULL}};
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_rows", "Row copies with stores past the caches.", 0, methods, slots, NULL, NULL, NULL,

@@ -1,12 +1,15 @@
 """Rows: copies of equal rows between memory and a slot, compiled where it could be.
 
 ``COMPILED`` is the module that a C compiler made at installation (_rows.c), None where there was
-none; numpy then copies, at 0.6 to 0.9 of its speed. Both drop the interpreter lock throughout.
+none; numpy then copies, at 0.6 to 0.9 of its speed. So it does in a checkout whose module was
+compiled from another _rows.c than lies there. Both drop the interpreter lock throughout.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+from pathlib import Path
 from typing import Protocol, cast
 
 import numpy as np
@@ -37,13 +40,19 @@ class NumpyRows:
         rows[index] = source.reshape(len(index), rows.shape[1])
 
 
-def _compiled() -> RowCopies | None:
+def compiled(source: Path) -> RowCopies | None:
+    """The compiled module, if there is one and it was made from ``source``. Where that isn't
+    installed (only checkouts have it), it came with the module's own package."""
     try:
-        return cast(RowCopies, importlib.import_module("kvstore.device._rows"))
+        module = importlib.import_module("kvstore.device._rows")
     except ImportError:
         return None
+    made_from = vars(module).get("SOURCE")
+    if source.exists() and hashlib.sha256(source.read_bytes()).hexdigest() != made_from:
+        return None
+    return cast(RowCopies, module)
 
 
-COMPILED = _compiled()
+COMPILED = compiled(Path(__file__).with_name("_rows.c"))
 ROWS: RowCopies = COMPILED or NumpyRows()
 """What the daemon uses."""

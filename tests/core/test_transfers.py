@@ -172,6 +172,35 @@ def test_writes_wait_until_a_store_was_answered() -> None:
     assert lanes.out() == [MoveKind.WRITE]
 
 
+@pytest.mark.parametrize("ended_s", [0.1 + i / 977 for i in range(40)])
+def test_writes_go_out_at_the_time_that_they_wait_for(ended_s: float) -> None:
+    """Rounding of that time mustn't cost a whole Tick more: it is what the core is woken at."""
+    lanes = Lanes(copies=1, writes=1, answer_first_s=0.001)
+    lanes.backlog = [lanes.job(MoveKind.WRITE)]
+    lanes.now = ended_s - STORES_FIRST_S / 10
+    [store] = lanes.push(MoveKind.STORE, 1)
+    lanes.out()
+    lanes.now = ended_s
+    lanes.transfers.finish(store.id)
+    assert lanes.out() == []
+    held_s = lanes.transfers.held_until(lanes.now)
+    assert held_s is not None
+    lanes.now = held_s
+    assert lanes.out() == [MoveKind.WRITE]
+
+
+def test_nothing_wakes_the_core_for_writes_that_a_store_holds_back() -> None:
+    """The STORE's end does, or the end of the time for which it comes first."""
+    lanes = Lanes(copies=1, writes=1, answer_first_s=STORES_FIRST_S / 8)
+    lanes.backlog = [lanes.job(MoveKind.WRITE)]
+    lanes.push(MoveKind.STORE, 1)
+    assert lanes.out() == [MoveKind.STORE]
+    assert lanes.transfers.held_until(lanes.now) == STORES_FIRST_S
+    lanes.now = STORES_FIRST_S
+    assert lanes.transfers.held_until(lanes.now) is None
+    assert lanes.out() == [MoveKind.WRITE]
+
+
 def test_stores_with_short_pauses_do_not_keep_writes_back_for_ever() -> None:
     """Each pause is shorter than an answer takes: all of it counts as one burst."""
     lanes = Lanes(copies=1, writes=1, answer_first_s=STORES_FIRST_S / 4)
@@ -188,13 +217,13 @@ def test_stores_with_short_pauses_do_not_keep_writes_back_for_ever() -> None:
 
 def test_a_tick_comes_when_writes_may_go_out() -> None:
     """Nothing else would wake the core: the engine has its answer and asks nothing."""
-    driver = Driver(limits(nvme_slots=4, answer_first_s=0.01))
+    driver = Driver(limits(nvme_slots=4, answer_first_s=0.002))
     driver.scanned()
     engine = driver.engine()
     engine.put(engine.chain(1))
     assert driver.count(MoveKind.WRITE) == 0
-    assert driver.service.next_tick_s(driver.now) == pytest.approx(0.01)
-    driver.tick(0.01)
+    assert driver.service.next_tick_s(driver.now) == pytest.approx(0.002)
+    driver.tick(0.002)
     assert driver.count(MoveKind.WRITE) == 1
     driver.run()
     assert driver.service.next_tick_s(driver.now) > 0.1
