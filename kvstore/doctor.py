@@ -100,7 +100,8 @@ def copies(settings: Settings) -> Finding:
             "copies",
             Status.WARN,
             "by numpy: nothing compiled of this version is installed, for want of a C compiler",
-            "install one (Debian: gcc) and kvstore again; stores and retrieves take less time then",
+            "install one (Debian: gcc), then kvstore anew (pip install --force-reinstall "
+            "--no-cache-dir); stores and retrieves take less time then",
         )
     return Finding("copies", Status.OK, "compiled, past the caches")
 

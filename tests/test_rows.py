@@ -32,7 +32,7 @@ def test_compiled_copies_are_there_where_a_compiler_is() -> None:
 
 @pytest.mark.skipif(COMPILED is None, reason="no C compiler when this was installed")
 def test_a_module_of_another_source_is_not_used(tmp_path: Path) -> None:
-    """A checkout's source has changed since its module was compiled; an installation has none."""
+    """A checkout's source has changed since its module was compiled."""
     source = tmp_path / "_rows.c"
     assert compiled(source) is COMPILED
     source.write_text("int changed;")

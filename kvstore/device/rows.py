@@ -41,8 +41,7 @@ class NumpyRows:
 
 
 def compiled(source: Path) -> RowCopies | None:
-    """The compiled module, if there is one and it was made from ``source``. Where that isn't
-    installed (only checkouts have it), it came with the module's own package."""
+    """The compiled module, if there is one and it was made from ``source``, where that is there."""
     try:
         module = importlib.import_module("kvstore.device._rows")
     except ImportError:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvstore.core.errors import InvariantError
-from kvstore.core.keys import NO_PARENT, ChunkKey
 from kvstore.core.layout import Part
 from kvstore.core.messages import (
-    ChunkHeader,
     MoveID,
     MoveKind,
     MoveStatus,
@@ -16,69 +14,11 @@ from kvstore.core.messages import (
     TierName,
 )
 from kvstore.core.slabs import Slab
-from kvstore.core.transfers import STORES_FIRST_S, Depths, FairQueue, Job, Sources, Transfers
+from kvstore.core.transfers import STORES_FIRST_S, FairQueue
 from tests.core.driver import Driver, limits
+from tests.core.lanes import ONE, Lanes
 
-ONE, TWO, THREE = SessionID(1), SessionID(2), SessionID(3)
-
-
-class Lanes:
-    """Transfers under test: jobs by name, and what goes out."""
-
-    def __init__(
-        self, copies: int = 2, reads: int = 2, writes: int = 2, answer_first_s: float = 0.0
-    ) -> None:
-        self.transfers = Transfers(Depths(copies, reads, writes, reads, writes), answer_first_s)
-        self.can_land = True
-        self.now = 0.0
-        self.backlog: list[Job] = []
-        self.shares: list[Job] = []
-
-    def job(
-        self, kind: MoveKind, session: SessionID | None = None, nbytes: int = 100, turn: int = 0
-    ) -> Job:
-        """A job that names no slot."""
-        header = ChunkHeader(
-            key=ChunkKey(bytes(32)),
-            parent=NO_PARENT,
-            depth=0,
-            tenant="t",
-            namespace=b"n",
-            epoch=0,
-            dtype="float32",
-            tokens=16,
-            shard=0,
-            shards=1,
-            part=Part.FULL,
-            payload_bytes=nbytes,
-            sequence=0,
-        )
-        return Job(
-            self.transfers.next_id(),
-            kind,
-            header,
-            session=session,
-            turn=SessionID(turn) if turn else None,
-        )
-
-    def push(self, kind: MoveKind, count: int = 1, session: SessionID | None = ONE) -> list[Job]:
-        """Queue jobs of a kind."""
-        jobs = [self.job(kind, session) for _ in range(count)]
-        for job in jobs:
-            self.transfers.push(job)
-        return jobs
-
-    def out(self) -> list[MoveKind]:
-        """The kinds of the Moves that go out now, in order."""
-        sources = Sources(lambda _: self.can_land, self._next_write, self._next_share)
-        moves = self.transfers.dispatch(self.now, sources)
-        return [move.kind for move in moves]
-
-    def _next_write(self) -> Job | None:
-        return self.backlog.pop(0) if self.backlog else None
-
-    def _next_share(self) -> Job | None:
-        return self.shares.pop(0) if self.shares else None
+TWO, THREE = SessionID(2), SessionID(3)
 
 
 def test_each_lane_has_its_depth() -> None:
