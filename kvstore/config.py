@@ -78,7 +78,8 @@ SCHEMA: tuple[Setting, ...] = (
     Setting("redis.codec", kinds.NAME, "none", "how values are packed: none, zstd, lz4, another"),
     Setting("redis.connect_timeout", kinds.duration(0.01, 60), "1s", "to connect, at most"),
     Setting("redis.timeout", kinds.duration(0.01, 60), "2s", "for one operation, at most"),
-    Setting("redis.probe_timeout", kinds.duration(0.001, 1), "20ms", "for a lookup, at most"),
+    # An engine waits 250 ms for a lookup's answer: Redis must have told its own by then.
+    Setting("redis.probe_timeout", kinds.duration(0.001, 0.2), "20ms", "for a lookup, at most"),
     Setting("redis.connections", kinds.integer(1, 64), "10", "connections to one server, at most"),
     Setting(
         "redis.split_size",

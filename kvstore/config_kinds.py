@@ -92,7 +92,7 @@ def duration(least_s: float, most_s: float) -> Kind:
             raise ValueError(f"{text} is out of range")
         return value
 
-    valid = f"a duration from {least_s:g}s to {most_s:g}s, such as 60s or 5min"
+    valid = f"a duration from {least_s:g}s to {most_s:g}s, in ms, s, min or h"
     return Kind(valid, parse, lambda value: f"{value}s")
 
 

@@ -284,6 +284,19 @@ def tls_server(folder: Path, certificates: Certificates, **options: str) -> Serv
     return server
 
 
+def tls_sentinel(
+    folder: Path, certificates: Certificates, service: str, watched: Server, password: str
+) -> Server:
+    """A Sentinel by TLS that wants a password, and names ``watched`` as the master of
+    ``service``; it has no right to use that server itself."""
+    sentinel = tls_server(
+        folder, certificates, requirepass=password, tls_auth_clients="no",
+    )  # fmt: skip
+    sentinel.options["sentinel"] = [f"monitor {service} 127.0.0.1 {watched.port} 1"]
+    sentinel.arguments = ("--sentinel",)
+    return sentinel
+
+
 @contextlib.contextmanager
 def all_of(*servers: Server) -> Iterator[tuple[Server, ...]]:
     """Start several, and end them together."""

@@ -15,15 +15,19 @@ from kvstore.testing.remote_tiers import probe_of
 from tests.redis_rig import (
     PASSWORD,
     USER,
+    Certificates,
     guarded,
     guarded_url,
     standalone,
+    tls_sentinel,
+    tls_server,
     unix_url,
     wait_until,
 )
 from tests.redis_tiers import name_of, opened, up, write, write_blindly
 
 MODEL = "org/model"
+SENTINEL_PASSWORD = "s3ntinel"
 
 
 def test_every_form_of_an_address_is_used(private_folder: Path) -> None:
@@ -80,6 +84,27 @@ def test_wrong_credentials_are_a_state(
     for text in (*texts, caplog.text):
         assert secret not in text
         assert PASSWORD not in text
+
+
+@pytest.mark.parametrize("server_password", ["", "the server's own"])
+def test_sentinels_with_a_password_and_tls(private_folder: Path, server_password: str) -> None:
+    """The address's password opens Sentinel and server, or the Sentinel alone where the settings
+    have another one for the server; a wrong one is "auth failed"."""
+    files = Certificates.create(private_folder / "pem")
+    master = tls_server(
+        private_folder / "m", files, requirepass=f'"{server_password or SENTINEL_PASSWORD}"'
+    )
+    with master, tls_sentinel(
+        private_folder / "s", files, "kv", master, SENTINEL_PASSWORD
+    ) as sentinel:  # fmt: skip
+        tls = {"ca": str(files.ca), "cert": str(files.client), "key": str(files.client)}
+        url = f"rediss+sentinel://:{SENTINEL_PASSWORD}@{sentinel.address}/kv/2"
+        with up(url, password=server_password, **tls) as tier:
+            write(tier, sample_header(1, 100))
+            assert tier.stats().server_mode == "sentinel"
+        wrong = url.replace(SENTINEL_PASSWORD, "wr0ng")
+        with opened(wrong, password=server_password, **tls) as ours:
+            wait_until(lambda: ours.tier.stats().state == "auth failed", "auth failed")
 
 
 def test_credentials_that_are_taken_back(private_folder: Path) -> None:

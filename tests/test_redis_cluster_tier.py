@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +124,23 @@ def test_slots_move_during_traffic(cluster: Cluster) -> None:
             assert tier.probe(PROBE).found == (bytes([1] * len(HEADERS)),)
         assert len(cluster.names()[added.port]) >= 6
         wait_until(lambda: tier.stats().nodes_up == 4, "the new node is known")
+
+
+def test_a_namespace_of_a_cluster_has_a_limit(cluster: Cluster) -> None:
+    """Whatever node a chunk lies on: beyond the limit tails leave before heads, and their values
+    are gone from every node."""
+    headers = [replace(sample_header(n, 5000), depth=n) for n in range(10)]
+    with up(cluster.url, namespace_bytes=6 * (4096 + 5000), split_bytes=4096) as tier:
+        epoch = epoch_of(tier, headers[0])
+        assert all(write(tier, header, epoch) for header in headers)
+        assert len({cluster.owner(name_of(header, epoch)).port for header in headers}) > 1
+        assert tier.probe(probe_of(*headers)).found == (bytes([1] * 6 + [0] * 4),)
+        assert tier.stats().evicted == 4
+        assert all(hit(tier, header, epoch) for header in headers[:6])
+    left = [name for names in cluster.names().values() for name in names]
+    for number, header in enumerate(headers):
+        values = [name for name in left if name.startswith(name_of(header, epoch))]
+        assert bool(values) is (number < 6)
 
 
 def test_a_failover_is_followed(private_folder: Path) -> None:

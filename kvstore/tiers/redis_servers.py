@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from kvstore.core.errors import TierUnavailableError
@@ -19,7 +18,7 @@ from kvstore.tiers.redis_driver import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from kvstore.tiers.redis_errors import AuthFailedError, of_lane, of_reply
 from kvstore.tiers.redis_lane import Lane, Reply, ReplyError
 from kvstore.tiers.redis_node import CONNECTING, NodeLimits, RedisNode
-from kvstore.tiers.redis_settings import RedisMode, RedisSettings, host_text
+from kvstore.tiers.redis_settings import RedisMode, RedisSettings, host_text, parse
 
 T = TypeVar("T")
 
@@ -160,11 +159,14 @@ class RedisServers:
             self._reason = failed
 
     def _ask_sentinel(self, host: str, port: int, command: tuple[bytes, ...]) -> Reply:
-        """Sentinels mostly take everybody; where one doesn't, our credentials are tried."""
+        """Sentinels mostly take everybody; where one doesn't, the address's credentials are tried,
+        which are the server's, too, where it has none of its own."""
         try:
             return self._ask(connect(self._settings, host, port, Login()), command)
         except AuthFailedError:
-            login = replace(self._login, database=0)
+            given = parse(self._settings.url)
+            theirs = given if given.password else self._address
+            login = Login(theirs.username, theirs.password)
             return self._ask(connect(self._settings, host, port, login), command)
 
     def _discover_slots(self) -> None:

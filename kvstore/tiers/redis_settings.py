@@ -18,7 +18,7 @@ an address that can't be read is never quoted.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from urllib.parse import parse_qs, unquote
 
@@ -69,7 +69,8 @@ class RedisAddress:
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
     """What the tier is told. Sizes in bytes, times in seconds; 0 means: none, for ``ttl_s`` and
-    ``namespace_bytes``. ``username`` and ``password`` replace those of the address.
+    ``namespace_bytes``. ``username`` and ``password`` replace those of the address,
+    which in front of Sentinels are then theirs alone.
 
     ``connections`` is the most that are open to one server; ``split_bytes`` the most that one
     value holds; ``namespace_bytes`` the most that one namespace of a tenant may occupy.
@@ -115,10 +116,11 @@ class RedisSettings:
     def address(self) -> RedisAddress:
         """The address with the credentials that count."""
         found = parse(self.url)
-        return RedisAddress(
-            found.mode, found.hosts, found.path, found.tls, found.database, found.service,
-            self.username or found.username, self.password or found.password,
-        )  # fmt: skip
+        return replace(
+            found,
+            username=self.username or found.username,
+            password=self.password or found.password,
+        )
 
 
 def host_text(host: str, port: int) -> str:
