@@ -14,7 +14,8 @@ import pytest
 from kvstore.core.errors import KVStoreError
 from kvstore.testing import pattern, sample_header
 from kvstore.testing.remote_tiers import epoch_of, place, probe_of
-from kvstore.tiers.redis_connect import connect, login_of
+from kvstore.tiers.redis_connect import login_of
+from kvstore.tiers.redis_hosts import RedisHosts
 from kvstore.tiers.redis_settings import RedisSettings
 from tests.redis_rig import Server, free_port, guarded, guarded_url, standalone
 from tests.redis_tiers import opened, up
@@ -46,7 +47,7 @@ def left_by(work: Callable[[], object]) -> int:
 
 def connecting(url: str, host: str, port: int) -> Callable[[], None]:
     settings = RedisSettings(url)
-    return lambda: connect(settings, host, port, login_of(settings)).close()
+    return lambda: RedisHosts(settings).find(host, port, login_of(settings)).close()
 
 
 def test_connecting_leaves_no_cycles(server: Server, private_folder: Path) -> None:
@@ -54,6 +55,8 @@ def test_connecting_leaves_no_cycles(server: Server, private_folder: Path) -> No
     nobody = free_port()
     assert left_by(connecting(server.url, "127.0.0.1", server.port)) < TIMES
     assert left_by(connecting(f"redis://127.0.0.1:{nobody}", "127.0.0.1", nobody)) < TIMES
+    assert left_by(connecting(f"redis://localhost:{nobody}", "localhost", nobody)) < TIMES
+    assert left_by(connecting("redis://no..name", "no..name", nobody)) < TIMES
     assert left_by(connecting("unix:///nowhere", "/nowhere", 0)) < TIMES
     with guarded(private_folder / "g") as other:
         url = guarded_url(other, password="wrong")

@@ -29,7 +29,7 @@ class Peers:
         self.error: TierUnavailableError | None = None
         self.tries = 0
         self.changes: list[bool] = []
-        self.node = RedisNode(SERVER, self.connect, NodeLimits(2, 0.3), self.changed)
+        self.node = RedisNode(SERVER, self.connect, self.connect, NodeLimits(2, 0.3), self.changed)
 
     def connect(self) -> Lane:
         self.tries += 1

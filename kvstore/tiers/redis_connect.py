@@ -9,11 +9,11 @@ from typing import Any
 
 from kvstore.tiers.redis_driver import (
     ONCE,
-    Connection,
     NoBackoff,
     Parser,
     Retry,
-    SSLConnection,
+    TcpConnection,
+    TlsConnection,
     UnixDomainSocketConnection,
     redis,
 )
@@ -40,12 +40,13 @@ def login_of(settings: RedisSettings) -> Login:
     return Login(address.username, address.password, address.database)
 
 
-def connect(settings: RedisSettings, host: str, port: int, login: Login) -> Lane:
-    """A lane to a server; ``host`` is the path of a Unix socket where ``port`` is 0. Raises
-    TierUnavailableError (AuthFailedError is one)."""
+def connect(settings: RedisSettings, to: tuple[str, int], login: Login, address: str) -> Lane:
+    """A lane to the server of a host and port, which is at the IP ``address``; a Unix socket's path
+    where the port is 0. Raises TierUnavailableError (AuthFailedError is one)."""
+    host, port = to
     server = host_text(host, port) if port else host
     try:
-        connection = _connection(settings, host, port, login)
+        connection = _connection(settings, to, login, address)
         connection.connect()  # type: ignore[no-untyped-call]
         return Lane(connection, settings.operation_timeout_s)
     except (redis.RedisError, OSError, ValueError, TypeError, OverflowError) as error:
@@ -58,7 +59,10 @@ def connect(settings: RedisSettings, host: str, port: int, login: Login) -> Lane
             del told, cause  # or this frame would be in a cycle, too
 
 
-def _connection(settings: RedisSettings, host: str, port: int, login: Login) -> AnyConnection:
+def _connection(
+    settings: RedisSettings, to: tuple[str, int], login: Login, address: str
+) -> AnyConnection:
+    host, port = to
     common: dict[str, Any] = {
         "db": login.database,
         "username": login.username or None,
@@ -74,9 +78,11 @@ def _connection(settings: RedisSettings, host: str, port: int, login: Login) -> 
         make_unix: Callable[..., UnixDomainSocketConnection] = UnixDomainSocketConnection
         return make_unix(path=host, **common)
     if not settings.address.tls:
-        make: Callable[..., Connection] = Connection
-        return make(host=host, port=port, socket_keepalive=True, **common)
-    return SSLConnection(
+        make: Callable[..., TcpConnection] = TcpConnection
+        plain = make(host=host, port=port, socket_keepalive=True, **common)
+        plain.address = address
+        return plain
+    secured = TlsConnection(
         host=host,
         port=port,
         ssl_ca_certs=settings.ca or None,
@@ -87,6 +93,8 @@ def _connection(settings: RedisSettings, host: str, port: int, login: Login) -> 
         socket_keepalive=True,
         **common,
     )
+    secured.address = address
+    return secured
 
 
 def _forget_frames(error: BaseException | None) -> None:

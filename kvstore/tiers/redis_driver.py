@@ -7,6 +7,7 @@ KiB, and its version is looked up anew in the installed packages for each connec
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 from kvstore.core.errors import ConfigError
@@ -49,14 +50,32 @@ class Parser(DefaultParser):  # type: ignore[valid-type, misc]
         self.pubsub_push_handler_func = _ignore
 
 
+class TcpConnection(Connection):
+    """One to ``address``, which no name is; ``host`` is what a certificate must bear."""
+
+    address = ""
+
+    def _connect(self) -> socket.socket:
+        name, self.host = self.host, self.address
+        try:
+            found: socket.socket = super()._connect()  # type: ignore[no-untyped-call]
+        finally:
+            self.host = name
+        return found
+
+
+class TlsConnection(SSLConnection, TcpConnection):
+    """The same; redis-py puts TLS on what the next class in line connected."""
+
+
 __all__ = [
     "ONCE",
     "REDIS_CLUSTER_HASH_SLOTS",
-    "Connection",
     "NoBackoff",
     "Parser",
     "Retry",
-    "SSLConnection",
+    "TcpConnection",
+    "TlsConnection",
     "UnixDomainSocketConnection",
     "hiredis",
     "key_slot",

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Protocol, TypeAlias, cast
 
 from kvstore.tiers.redis_driver import (
-    Connection,
-    SSLConnection,
+    TcpConnection,
+    TlsConnection,
     UnixDomainSocketConnection,
     hiredis,
 )
@@ -26,7 +26,7 @@ from kvstore.tiers.redis_wire import Views, Wire, wire_of
 Word: TypeAlias = bytes | int
 Command: TypeAlias = Sequence[Word]
 Reply: TypeAlias = "bytes | int | ReplyError | list[Reply] | None"
-AnyConnection: TypeAlias = Connection | SSLConnection | UnixDomainSocketConnection
+AnyConnection: TypeAlias = TcpConnection | TlsConnection | UnixDomainSocketConnection
 
 HEAD_BYTES = 4096
 _LINE_BYTES = 32

@@ -45,20 +45,23 @@ class RedisNode:
     """A server by host and port (a Unix socket's path and 0). Starts with an open
     breaker, CONNECTING. Thread-safe.
 
-    ``connect`` gives a new lane or raises TierUnavailableError; ``changed`` is called, without any
-    lock held, whenever the breaker opens or closes.
+    ``connect`` gives a new lane or raises TierUnavailableError, and ``find`` does where the server
+    may be elsewhere by now: it may block for long, and only ``check`` does it. ``changed`` is
+    called, without any lock held, whenever the breaker opens or closes.
     """
 
     def __init__(
         self,
         server: tuple[str, int],
         connect: Callable[[], Lane],
+        find: Callable[[], Lane],
         limits: NodeLimits,
         changed: Callable[[], None],
     ) -> None:
         self.host, self.port = server
         self.address = host_text(*server) if self.port else self.host
         self._connect = connect
+        self._find = find
         self._limits = limits
         self._changed = changed
         self._free = threading.Condition()
@@ -117,9 +120,9 @@ class RedisNode:
         self._judge(errors)
 
     def check(self, test: Callable[[Lane], None]) -> None:
-        """Try a fresh lane; if ``test`` goes well the breaker is closed."""
+        """Find the server and try a fresh lane; if ``test`` goes well the breaker is closed."""
         try:
-            lane = self._connect()
+            lane = self._find()
         except TierUnavailableError as error:
             self._open(_reason(error))
             return

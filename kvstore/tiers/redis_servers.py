@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvstore.core.errors import TierUnavailableError
-from kvstore.tiers.redis_connect import Login, connect, login_of
+from kvstore.tiers.redis_connect import Login, login_of
 from kvstore.tiers.redis_driver import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from kvstore.tiers.redis_errors import AuthFailedError, of_lane, of_reply
+from kvstore.tiers.redis_hosts import RedisHosts
 from kvstore.tiers.redis_lane import Lane, Reply, ReplyError
 from kvstore.tiers.redis_node import CONNECTING, NodeLimits, RedisNode
 from kvstore.tiers.redis_settings import RedisMode, RedisSettings, host_text, parse
@@ -36,6 +37,7 @@ class RedisServers:
         self._settings = settings
         self._address = settings.address
         self._login = login_of(settings)
+        self._hosts = RedisHosts(settings)
         self._changed = changed
         self._outdated = outdated
         self._lock = threading.Lock()
@@ -162,12 +164,12 @@ class RedisServers:
         """Sentinels mostly take everybody; where one doesn't, the address's credentials are tried,
         which are the server's, too, where it has none of its own."""
         try:
-            return self._ask(connect(self._settings, host, port, Login()), command)
+            return self._ask(self._hosts.reach(host, port, Login()), command)
         except AuthFailedError:
             given = parse(self._settings.url)
             theirs = given if given.password else self._address
             login = Login(theirs.username, theirs.password)
-            return self._ask(connect(self._settings, host, port, login), command)
+            return self._ask(self._hosts.reach(host, port, login), command)
 
     def _discover_slots(self) -> None:
         known = [(node.is_up, (node.host, node.port)) for node in self.nodes()]
@@ -176,7 +178,7 @@ class RedisServers:
         failed = "no node answers"
         for host, port in dict.fromkeys((*up, *self._address.hosts, *down)):
             try:
-                lane = connect(self._settings, host, port, self._login)
+                lane = self._hosts.reach(host, port, self._login)
                 reply = self._ask(lane, (b"CLUSTER", b"SLOTS"))
             except TierUnavailableError as error:
                 failed = str(error).removeprefix("redis: ")
@@ -225,7 +227,8 @@ class RedisServers:
             if node is None:
                 node = self._nodes[address] = RedisNode(
                     (host, port),
-                    lambda: connect(self._settings, host, port, self._login),
+                    lambda: self._hosts.connect(host, port, self._login),
+                    lambda: self._hosts.find(host, port, self._login),
                     NodeLimits(self._settings.connections, self._settings.operation_timeout_s),
                     self._changed,
                 )
