@@ -38,6 +38,8 @@ from tests.link_rig import CHUNK_TOKENS, DIGEST, frame
 CHUNKS = 3
 STATE = EngineState("e1", True, DIGEST, CHUNK_TOKENS)
 FIXED_BYTES = 1 << 20
+FULL_MAX = 100
+"""So often a client may be asked to read and the socket be full still."""
 
 
 class Joined:
@@ -45,7 +47,8 @@ class Joined:
 
     def __init__(self) -> None:
         self.daemon, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        peer.setblocking(False)
+        for end in (self.daemon, peer):
+            end.setblocking(False)
         self.link = Link(peer, Attaching("e1", "").join, LinkCounts(), lambda: None)
         self.link.open()
         self.say(write_hello(1, wire.hello()))
@@ -58,9 +61,18 @@ class Joined:
         self.link.start(self.ticket, store)
 
     def say(self, message: bytes) -> None:
-        """The daemon says something, as long as somebody listens."""
-        with suppress(OSError):
-            self.daemon.sendall(frame(message))
+        """The daemon says something, as long as somebody listens; what the socket can't hold, the
+        client reads meanwhile."""
+        left = memoryview(frame(message))
+        full = 0
+        with suppress(BrokenPipeError, ConnectionResetError):
+            while left and full < FULL_MAX:
+                try:
+                    left, full = left[self.daemon.send(left) :], 0
+                except BlockingIOError:
+                    full += 1
+                    self.link.poll()
+        assert full < FULL_MAX, "the client doesn't read"
 
     def close(self) -> None:
         """The daemon is gone, and the client sees it."""
