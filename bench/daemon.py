@@ -78,18 +78,18 @@ class BenchDaemon:
         """A counter of the NVMe tier: ``read_bytes``, ``write_bytes``, ``errors``."""
         return int(self.tier("nvme")["io"][what])
 
-    def sent_bytes(self) -> int:
-        """What the daemon's process has sent to disks so far, as the kernel counts it when a write
-        begins. To ask costs the daemon nothing, where ``stats`` would take its time from it."""
+    def written_bytes(self) -> int:
+        """What the daemon's process has written so far, as the kernel counts it when a call that
+        writes has ended. To ask costs the daemon nothing, where ``stats`` would take its time."""
         assert self.running.process is not None, "it runs"
         text = Path(f"/proc/{self.running.process.pid}/io").read_text()
-        return int(dict(line.split(": ") for line in text.splitlines())["write_bytes"])
+        return int(dict(line.split(": ") for line in text.splitlines())["wchar"])
 
-    def await_sent(self, nbytes: int) -> None:
-        """Wait until so many bytes were sent in all, but no longer than for QUIET_S."""
+    def await_written(self, nbytes: int) -> None:
+        """Wait until so many bytes were written in all, but no longer than for QUIET_S."""
         until_s = time.monotonic() + QUIET_S
-        while self.sent_bytes() < nbytes and time.monotonic() < until_s:
-            time.sleep(_POLL_S / 4)
+        while self.written_bytes() < nbytes and time.monotonic() < until_s:
+            time.sleep(_POLL_S / 10)
 
     def restart(self) -> None:
         """Stop it in order and start it again, on the same folders."""

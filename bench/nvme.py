@@ -34,7 +34,7 @@ from kvstore.tiers.block_io import aligned_empty
 
 _READ_SETS = 3
 _WRITE_SETS = 4
-_READ_THREADS, _WRITE_THREADS = 8, 4
+_READ_THREADS, _WRITE_THREADS = 6, 6
 """The daemon's own defaults."""
 _HEADER_BYTES = 4096
 
@@ -138,12 +138,12 @@ class Prompts:
         """Store a prompt; the seconds until all of it is on NVMe."""
         keys, before = self.keys(prompt), self.daemon.io("write_bytes")
         nbytes = self.chunks * self.slot_bytes
-        sent = self.daemon.sent_bytes() + nbytes
+        all_bytes = self.daemon.written_bytes() + nbytes
         started_s = time.perf_counter()
         finish(self.engine.store("w", keys, self._places))
-        self.daemon.await_sent(sent)
-        self.daemon.drain()
+        self.daemon.await_written(all_bytes)
         taken_s = time.perf_counter() - started_s
+        self.daemon.drain()
         written = self.daemon.io("write_bytes") - before
         assert written == nbytes, f"{written} bytes were written"
         return taken_s

@@ -112,8 +112,8 @@ SCHEMA: tuple[Setting, ...] = (
     ),
     Setting("session.bytes_max", kinds.BYTES, "4GiB", "bytes of stores in flight per session"),
     Setting("threads.copy", kinds.integer(0, 64), "0", "copy threads; 0: from the cores"),
-    Setting("threads.read", kinds.integer(0, 64), "0", "NVMe read threads; 0: eight"),
-    Setting("threads.write", kinds.integer(0, 64), "0", "NVMe write threads; 0: four"),
+    Setting("threads.read", kinds.integer(0, 64), "0", "NVMe read threads; 0: six"),
+    Setting("threads.write", kinds.integer(0, 64), "0", "NVMe write threads; 0: six"),
     Setting(
         "log.level", kinds.choice("debug", "info", "warning", "error"), "info", "log to stderr"
     ),

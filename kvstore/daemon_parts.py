@@ -68,12 +68,14 @@ def nvme_tier(config: NvmeConfig) -> NvmeTier | None:
 
 _ANSWER_FIRST_S = 0.001
 """On two cores an engine had its answer 0.5 ms late where writes began at once."""
+_WRITES_AHEAD = 2
+"""Writes that the hands have beyond those that their threads carry out."""
 
 
 def limits_of(config: Config) -> Limits:
-    """The core's limits. Reads and writes are as many as their threads, so that the rest waits in
-    the core, where priorities hold: no write begins once a retrieve has come. Copies are four deep
-    for each thread, as several are reported together."""
+    """The core's limits. Reads are as many as their threads, and writes a few more, so that no
+    thread waits for the loop; the rest waits in the core, where priorities hold. Copies are four
+    deep for each thread, as several are reported together."""
     nvme, threads = config.nvme, config.threads
     return Limits(
         host=TierLimits(config.host.slabs(), config.host.slab_size),
@@ -84,7 +86,7 @@ def limits_of(config: Config) -> Limits:
         partial=Partial(config.session.partial),
         copy_depth=4 * threads.copy,
         read_depth=threads.read,
-        write_depth=threads.write,
+        write_depth=threads.write + _WRITES_AHEAD,
         answer_first_s=_ANSWER_FIRST_S,
         remote=_remote_limits(config.redis),
         write_budget_bytes_s=nvme.write_budget,

@@ -54,12 +54,12 @@ Report = Callable[[Sequence[Moved]], None]
 
 @dataclass(frozen=True, slots=True)
 class MoverThreads:
-    """Threads of each lane. Two copy threads reach the memory's bandwidth; eight readers and four
-    writers overlap checksums with I/O."""
+    """Threads of each lane. Two copy threads reach the memory's bandwidth; of six readers and
+    writers four keep the device busy (tiers/block_io.py), while others compute checksums."""
 
     copy: int = min(2, os.cpu_count() or 1)
-    read: int = 8
-    write: int = 4
+    read: int = 6
+    write: int = 6
     redis_read: int = 4
     redis_write: int = 4
     redis_probe: int = 2
@@ -167,7 +167,7 @@ class Mover:
             degraded = degraded or f"{unexpected} Moves or probes failed by an unexpected error"
         return MoverStats(lanes, len(self._pages), unexpected, degraded)
 
-    def _run(self, lane: Lane, home: Home) -> None:
+    def _run(self, lane: Lane, home: Home | None) -> None:
         ended: list[tuple[Move, MoveStatus]] = []
         move = lane.take(home)
         while move is not None:

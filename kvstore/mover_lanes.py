@@ -7,9 +7,10 @@ the copies want too. So a thread that has carried out one chunk of a transfer go
 of the same transfer, if that waits next, and reports both together (``take_next``): nobody can use
 the end of the first before.
 
-Each thread waits on a core of its own (tiers/priority.py), and a Move wakes two that wait: the
+Each copy thread waits on a core of its own (tiers/priority.py), and a Move wakes two that wait: the
 second helps, or stands in where the first one's core is busy. Left to itself the kernel wakes them
-all on the core of the loop, one behind the other, while another core is idle.
+all on the core of the loop, one behind the other, while another core is idle. Threads of NVMe have
+no such core: they wait for the device all the time, and to go there costs more than it saves.
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ class LaneStats:
 
 _WOKEN = 2
 """Threads that a Move wakes."""
+_HOMELESS = (LaneName.READ, LaneName.WRITE)
+"""Lanes whose threads wait on any core."""
 
 
 class Lane:
@@ -106,7 +109,7 @@ class Lane:
         self._kinds = {kind: KindStats() for kind, lane in kinds if lane is name}
         self._busy_s = 0.0
 
-    def start(self, run: Callable[[Lane, Home], None]) -> None:
+    def start(self, run: Callable[[Lane, Home | None], None]) -> None:
         """Start the threads. Raises TierUnavailableError where the system refuses one."""
         self._ending = False
         for number in range(self._count):
@@ -126,7 +129,7 @@ class Lane:
         (self._loads if move.kind is MoveKind.LOAD else self._others).append(move)
         self._ring(_WOKEN)
 
-    def take(self, home: Home) -> Move | None:
+    def take(self, home: Home | None) -> Move | None:
         """Wait for the Move to carry out next; None: the thread ends."""
         bell = threading.Lock()
         bell.acquire()
@@ -140,9 +143,12 @@ class Lane:
             self._bells.append(bell)
             if self._loads or self._others or self._ending:
                 self._ring(1)  # it came before the bell was there to ring
-            home.stay()
-            bell.acquire()
-            home.leave()
+            if home is None:
+                bell.acquire()
+            else:
+                home.stay()
+                bell.acquire()
+                home.leave()
 
     def take_next(self, move: Move) -> Move | None:
         """The Move after this one to carry out before this one's end is reported; None where it is
@@ -188,9 +194,9 @@ class Lane:
                 busy_s=self._busy_s,
             )
 
-    def _serve(self, run: Callable[[Lane, Home], None], number: int) -> None:
+    def _serve(self, run: Callable[[Lane, Home | None], None], number: int) -> None:
         lower_priority()
-        run(self, Home(number))
+        run(self, None if self._name in _HOMELESS else Home(number))
 
     def _ring(self, threads: int) -> None:
         """Wake so many of the threads that wait."""

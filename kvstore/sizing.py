@@ -162,8 +162,8 @@ def fit(settings: Settings, machine: Machine) -> Config:
         ),
         threads=ThreadsConfig(
             copy=settings.integer("threads.copy") or _copy_threads(machine.cores),
-            read=settings.integer("threads.read") or 8,
-            write=settings.integer("threads.write") or 4,
+            read=settings.integer("threads.read") or 6,
+            write=settings.integer("threads.write") or 6,
         ),
         log=LogConfig(settings.text("log.level")),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +26,10 @@ from kvstore.core.errors import (
 from kvstore.core.messages import Place, TierName
 from kvstore.testing import SlabBytes, pattern, sample_header
 from kvstore.tiers.base import ChunkForeignError
-from kvstore.tiers.block_io import aligned_empty
+from kvstore.tiers.block_io import IN_DEVICE, Gate, aligned_empty
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.slabs import DirectIO
+from tests.link_rig import eventually
 from tests.nvme_bench import (
     PAYLOAD_BYTES,
     SLAB_BYTES,
@@ -170,6 +172,43 @@ def test_many_threads_write_and_read_their_own_chunks(tier: NvmeTier) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_device_is_given_few_chunks_at_a_time(
+    tier: NvmeTier, io: FaultyIO, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The other threads wait before it, so that they are ready when it has ended those that it
+    has."""
+    for number in range(2 * IN_DEVICE):
+        put(tier, number, 1 + number)
+    inside, go = [], threading.Event()
+    real = getattr(io, call)
+
+    def slow(*arguments: Any) -> int:
+        inside.append(threading.get_ident())
+        assert go.wait(60)
+        done: int = real(*arguments)
+        return done
+
+    monkeypatch.setattr(io, call, slow)
+    work = holds if call == "preadv" else put
+    threads = [
+        threading.Thread(target=work, args=(tier, number, 1 + number))
+        for number in range(2 * IN_DEVICE)
+    ]
+    for thread in threads:
+        thread.start()
+    enter = Gate.__enter__.__code__
+
+    def waiting() -> int:
+        return sum(frame.f_code is enter for frame in sys._current_frames().values())
+
+    eventually(lambda: len(inside) == IN_DEVICE and waiting() == IN_DEVICE)
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert len(inside) == 2 * IN_DEVICE
 
 
 @settings(

@@ -39,7 +39,7 @@ from kvstore.core.errors import (
 from kvstore.core.messages import ChunkHeader, Place, SpaceRecord, TierName
 from kvstore.tiers import manifest
 from kvstore.tiers.base import ChunkForeignError, IOCounter, IOKind, ScanReport, TierIOStats
-from kvstore.tiers.block_io import BLOCK_BYTES, BlockIO, aligned_empty
+from kvstore.tiers.block_io import BLOCK_BYTES, IN_DEVICE, BlockIO, Gate, aligned_empty
 from kvstore.tiers.lock import FolderLock
 from kvstore.tiers.manifest import Manifest
 from kvstore.tiers.scan import SlabScan
@@ -79,6 +79,7 @@ class NvmeTier:
         self._codec = IdentityCodec()
         self._counter = IOCounter()
         self._saving = threading.Lock()
+        self._reading, self._writing = Gate(IN_DEVICE), Gate(IN_DEVICE)
         self._spaces: tuple[SpaceRecord, ...] = ()
         self._was_clean = False
         self._scan_ended = False
@@ -144,7 +145,7 @@ class NvmeTier:
         with self._operation(IOKind.READ, place, HEADER_BYTES + out.nbytes):
             vector = slot_vector(out, self._files.direct)
             try:
-                with self._files.existing(place.slab, place.slot_bytes) as fd:
+                with self._files.existing(place.slab, place.slot_bytes) as fd, self._reading:
                     done = vector.read(self._files.io, fd, place.index * place.slot_bytes)
             except FileNotFoundError as error:
                 raise ChunkCorruptError(f"{_name(place)}: its slab has no file") from error
@@ -171,7 +172,8 @@ class NvmeTier:
         ):
             offset = place.index * place.slot_bytes
             try:
-                vector.write(self._files.io, fd, offset)
+                with self._writing:
+                    vector.write(self._files.io, fd, offset)
             except OSError:
                 # A new header may stand before half a payload.
                 with contextlib.suppress(OSError):
