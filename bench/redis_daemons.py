@@ -37,7 +37,7 @@ from tests.redis_rig import Server, standalone
 _PACE_S = 0.002
 _STAGING = 4
 """Slabs of the host tier that hold no chunks."""
-_PATIENT = {"KVSTORE_REDIS_TIMEOUT": "20s", "KVSTORE_REDIS_PROBE_TIMEOUT": "1s"}
+_PATIENT = {"KVSTORE_REDIS_TIMEOUT": "20s", "KVSTORE_REDIS_PROBE_TIMEOUT": "200ms"}
 
 
 @dataclass(frozen=True, slots=True)

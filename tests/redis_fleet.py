@@ -17,7 +17,7 @@ from tests.small_engine import SmallEngine, tokens
 PATIENT = {
     "KVSTORE_REDIS_TIMEOUT": "20s",
     "KVSTORE_REDIS_CONNECT_TIMEOUT": "20s",
-    "KVSTORE_REDIS_PROBE_TIMEOUT": "1s",
+    "KVSTORE_REDIS_PROBE_TIMEOUT": "200ms",
 }
 """Tests that aren't about deadlines must not meet one on a slow machine."""
 ENGINE_CHUNKS = 128
