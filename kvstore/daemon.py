@@ -25,7 +25,16 @@ from typing import TYPE_CHECKING
 
 from kvstore.core.errors import ConfigError, InvariantError, KVStoreError
 from kvstore.core.eviction import POLICIES, Policy
-from kvstore.core.messages import Event, Moved, Persist, ScanDone, Scanned, ScannedSlot, TierName
+from kvstore.core.messages import (
+    AllMoved,
+    Event,
+    Moved,
+    Persist,
+    ScanDone,
+    Scanned,
+    ScannedSlot,
+    TierName,
+)
 from kvstore.core.service import Service
 from kvstore.daemon_hands import Hands, open_pages
 from kvstore.daemon_parts import (
@@ -260,7 +269,7 @@ class Daemon:
 
     def _moved(self, moved: Sequence[Moved]) -> None:
         """In the mover's threads: Moves have ended."""
-        self._post(*moved)
+        self._post(moved[0] if len(moved) == 1 else AllMoved(tuple(moved)))
 
     def _post(self, *events: Event) -> None:
         assert self.server is not None, "open"

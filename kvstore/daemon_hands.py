@@ -71,9 +71,9 @@ class Hands:
         """No Move of this session comes any more."""
         self._mover.detach(session)
 
-    def submit(self, move: Move) -> None:
-        """Do this Move, then report Moved."""
-        self._mover.submit(move)
+    def submit(self, *moves: Move) -> None:
+        """Do these Moves, then report them as Moved."""
+        self._mover.submit(*moves)
 
     def remote(self, effect: RemoteEffect) -> None:
         """Ask the remote tier, then report the answer."""

@@ -137,14 +137,18 @@ class Mover:
         """Forget a session's memory; no Move of it may be running. Unknown sessions are fine."""
         self._pages.pop(session, None)
 
-    def submit(self, move: Move) -> None:
-        """Queue a Move; returns at once. Its Moved follows, whatever happens."""
-        name = lane_of(move)
-        if name in REDIS_LANES.values() and TierName.REDIS not in self._tiers:
-            _failed(move, MoveStatus.FAILED, TierUnavailableError(NOT_OPEN))
-            self._tell([(move, MoveStatus.FAILED)])
-            return
-        self._lanes[name].put(move)
+    def submit(self, *moves: Move) -> None:
+        """Queue Moves; returns at once. The Moved of each follows, whatever happens."""
+        lanes: dict[LaneName, list[Move]] = {}
+        for move in moves:
+            lanes.setdefault(lane_of(move), []).append(move)
+        for name, queued in lanes.items():
+            if name in REDIS_LANES.values() and TierName.REDIS not in self._tiers:
+                for move in queued:
+                    _failed(move, MoveStatus.FAILED, TierUnavailableError(NOT_OPEN))
+                self._tell([(move, MoveStatus.FAILED) for move in queued])
+            else:
+                self._lanes[name].put(*queued)
 
     def remote(self, effect: RemoteEffect) -> None:
         """Carry out what the core asks of the remote tier; returns at once. A Probe and a

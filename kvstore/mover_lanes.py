@@ -55,8 +55,8 @@ REDIS_LANES = {
 
 def lane_of(move: Move) -> LaneName:
     """The lane that carries a Move out."""
-    remote = TierName.REDIS
-    if any(place is not None and place.tier is remote for place in (move.source, move.target)):
+    source, target, remote = move.source, move.target, TierName.REDIS
+    if (source and source.tier is remote) or (target and target.tier is remote):
         return REDIS_LANES[move.kind]
     return LANES[move.kind]
 
@@ -124,10 +124,11 @@ class Lane:
             thread.join()
         self._threads.clear()
 
-    def put(self, move: Move) -> None:
-        """Queue a Move. Takes no lock: a thread of low priority might hold it for long."""
-        (self._loads if move.kind is MoveKind.LOAD else self._others).append(move)
-        self._ring(_WOKEN)
+    def put(self, *moves: Move) -> None:
+        """Queue Moves. Takes no lock: a thread of low priority might hold it for long."""
+        for move in moves:
+            (self._loads if move.kind is MoveKind.LOAD else self._others).append(move)
+        self._ring(max(_WOKEN, len(moves)))
 
     def take(self, home: Home | None) -> Move | None:
         """Wait for the Move to carry out next; None: the thread ends."""

@@ -220,8 +220,11 @@ class EngineServer:
             self._arm(wanted_s)
 
     def _step(self, event: Event, now_s: float) -> None:
+        moves: list[Move] = []
         for effect in self._service.handle(event, now_s):
-            self._carry_out(effect)
+            moves.append(effect) if type(effect) is Move else self._carry_out(effect)
+        if moves:
+            self._mover.submit(*moves)
 
     def _broke(self, error: Exception) -> NoReturn:
         """The core was left in the middle of an event: nothing it holds is known to be right."""
@@ -233,13 +236,11 @@ class EngineServer:
                 self._answer_admin(effect)
             else:
                 self._sessions.reply(effect)
-        elif isinstance(effect, Move):
-            self._mover.submit(effect)
         elif isinstance(effect, Detach):
             self._sessions.detach(effect.session)
         elif isinstance(effect, Persist):
             self._persister.submit(effect)
-        else:
+        elif not isinstance(effect, Move):
             self._mover.remote(effect)
 
     def _answer_admin(self, effect: Reply) -> None:

@@ -26,8 +26,8 @@ class Mover(Protocol):
     def detach(self, session: SessionID) -> None:
         """No Move of this session comes any more."""
 
-    def submit(self, move: Move) -> None:
-        """Do this Move, then report Moved."""
+    def submit(self, *moves: Move) -> None:
+        """Do these Moves, then report them as Moved."""
 
     def remote(self, effect: RemoteEffect) -> None:
         """Ask the remote tier, then report the answer."""

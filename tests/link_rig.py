@@ -173,9 +173,9 @@ class ScriptedMover:
         """A session's pages are forgotten."""
         del self.attached[session]
 
-    def submit(self, move: Move) -> None:
-        """A Move is to be done."""
-        self.moves.append(move)
+    def submit(self, *moves: Move) -> None:
+        """Moves are to be done."""
+        self.moves.extend(moves)
 
 
 class ScriptedPages:

@@ -66,8 +66,7 @@ def carried_out(
     mover.open()
     mover.submit(bench.move(MoveKind.STORE))
     wait(stopped)
-    for move in moves:
-        mover.submit(move)
+    mover.submit(*moves)
     go.set()
     wait(all_told)
     mover.close()

@@ -228,6 +228,13 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
+class AllMoved:
+    """Event: several Moves have ended; no more than were in the hands."""
+
+    moved: tuple[Moved, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SessionClosed:
     """Event: the peer is gone or its connection broke. The core answers with Detach once no Move
     uses its memory."""
@@ -272,10 +279,9 @@ class Persisted:
     error: str = ""
 
 
-Event = Request | Moved | SessionClosed | Tick | Scanned | ScanDone | Persisted | RemoteEvent
-
-
-# ---------------------------------------------------------------- replies
+Event = (
+    Request | Moved | AllMoved | SessionClosed | Tick | Scanned | ScanDone | Persisted | RemoteEvent
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,9 +358,6 @@ class Cleared:
 
 
 Body = Done | Refused | EngineState | LookupReply | Completed | Cleared | Changes
-
-
-# ---------------------------------------------------------------- effects
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ size isn't bounded by the event (sweeps, expiry) goes on in steps at Ticks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvstore.core.cancelling import Cancelling
@@ -22,6 +22,7 @@ from kvstore.core.joining import Joining
 from kvstore.core.limits import Limits
 from kvstore.core.looking import Looking
 from kvstore.core.messages import (
+    AllMoved,
     Attach,
     Cancel,
     Clear,
@@ -143,7 +144,8 @@ class Service:
         """What each event leads to."""
         return {
             Request: self._request,
-            Moved: self._moved,
+            Moved: lambda event: self._moved([event]),
+            AllMoved: lambda event: self._moved(event.moved),
             SessionClosed: self._closed,
             Tick: self._tick,
             Scanned: self._restoring.scanned,
@@ -157,7 +159,8 @@ class Service:
     # ------------------------------------------------------------ events
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Carry out one event; the effects are to be done in order."""
+        """Carry out one event; the effects are to be done in order, or the Moves behind the
+        others."""
         state = self._state
         state.now = now
         for tree in state.directory.trees():
@@ -275,19 +278,23 @@ class Service:
 
     # ------------------------------------------------------------ other events
 
-    def _moved(self, event: Moved) -> None:
+    def _moved(self, events: Sequence[Moved]) -> None:
         state = self._state
-        job = state.transfers.finish(event.move)
-        self._endings[job.lane()](job, event.status)
-        if job.session is not None:
-            session = state.engines.session(job.session)
-            if session is None:
-                raise InvariantError(f"Move {job.id} outlived its session {job.session}")
-            session.moves -= 1
-        if job.wait is not None:
-            state.finish_if_ended(job.wait.ticket)
+        closing: list[Session] = []
+        for event in events:
+            job = state.transfers.finish(event.move)
+            self._endings[job.lane()](job, event.status)
+            if job.session is not None:
+                session = state.engines.session(job.session)
+                if session is None:
+                    raise InvariantError(f"Move {job.id} outlived its session {job.session}")
+                session.moves -= 1
+                if session.closing:
+                    closing.append(session)
+            if job.wait is not None and job.wait.ticket.ended():
+                state.finish_if_ended(job.wait.ticket)
         self._settle()
-        if job.session is not None and session is not None:
+        for session in closing:
             state.detach_if_idle(session)
 
     def _closed(self, event: SessionClosed) -> None:

@@ -9,7 +9,9 @@ from kvstore.core.keys import (
 )
 from kvstore.core.layout import NULL_BLOCK, Shard
 from kvstore.core.messages import (
+    AllMoved,
     Completed,
+    Moved,
     MoveKind,
     MoveStatus,
     Refused,
@@ -39,6 +41,26 @@ def test_a_store_is_acknowledged_after_its_commit_and_found_then() -> None:
     driver.end(driver.moves[0])
     assert driver.completed(engine.workers[0], number) == Completed(b"\1\1")
     assert engine.peek(keys) == 2
+    assert driver.service.idle()
+
+
+def test_moves_that_end_together_each_end_as_they_did() -> None:
+    """Two engines' stores and a chunk that fails end in one event: each store has its own answer
+    then, the failed chunk's children fail with it, and a session that is lost may go."""
+    driver = Driver(limits(copy_depth=8))
+    one, other = driver.engine("e1"), driver.engine("e2")
+    first, second = one.store(one.chain(2)), other.store(other.chain(2, seed=5))
+    driver.close(other.workers[0])
+    moves, driver.moves = driver.moves, []
+    statuses = [MoveStatus.OK, MoveStatus.FAILED, MoveStatus.OK, MoveStatus.OK]
+    for move, status in zip(moves, statuses, strict=True):
+        driver.media.end(move, status)
+    ended = zip(moves, statuses, strict=True)
+    driver.event(AllMoved(tuple(Moved(move.id, status) for move, status in ended)))
+    assert driver.completed(one.workers[0], first).done == b"\1\0"
+    assert driver.is_open(other.workers[0], second)
+    assert driver.detached == [other.workers[0]]
+    assert one.peek(one.chain(2)) == 1
     assert driver.service.idle()
 
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from kvstore.core.layout import Layout
 from kvstore.core.limits import Limits, RemoteLimits, TierLimits
-from kvstore.core.messages import Move, Moved, Persist, ScanDone, TierName
+from kvstore.core.messages import AllMoved, Move, Moved, Persist, ScanDone, TierName
 from kvstore.core.remote_messages import RemoteEvent, RemoteState
 from kvstore.core.service import Service
 from kvstore.core.stats import CoreStats
@@ -164,7 +164,7 @@ class Node:
             self.hooks.move(move)
 
     def _moved(self, moved: Sequence[Moved]) -> None:
-        self.server.post(*moved)
+        self.server.post(moved[0] if len(moved) == 1 else AllMoved(tuple(moved)))
 
     def _tell(self, event: RemoteEvent) -> None:
         self.server.post(event)

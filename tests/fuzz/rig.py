@@ -11,7 +11,15 @@ from typing import Any
 from kvstore import LayerGroup, Layout, Shard, TensorSpan
 from kvstore.client_joining import Registering
 from kvstore.core.limits import Limits, TierLimits
-from kvstore.core.messages import Move, Moved, MoveStatus, ScanDone, SessionID, TierName
+from kvstore.core.messages import (
+    AllMoved,
+    Move,
+    Moved,
+    MoveStatus,
+    ScanDone,
+    SessionID,
+    TierName,
+)
 from kvstore.core.service import Service
 from kvstore.daemon_hands import open_pages
 from kvstore.memory import HostMemory
@@ -66,9 +74,9 @@ class FuzzRig(Rig):
     def detach(self, session: SessionID) -> None:
         """Likewise."""
 
-    def submit(self, move: Move) -> None:
+    def submit(self, *moves: Move) -> None:
         """Each Move ends well, soon."""
-        self.server.post(Moved(move.id, MoveStatus.OK))
+        self.server.post(AllMoved(tuple(Moved(move.id, MoveStatus.OK) for move in moves)))
 
     def look(self) -> dict[str, Any]:
         """The core's state, and the bystander's share of it, once everything has come to rest."""

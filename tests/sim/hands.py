@@ -6,7 +6,7 @@ What the real hands rely on is checked as each Move starts (rules.py).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -60,8 +60,8 @@ class Clock(Protocol):
     def later(self, delay_s: float, act: Callable[[], None]) -> None:
         """Do something after a while, unless the daemon dies before."""
 
-    def moved(self, move: Move, event: Moved) -> None:
-        """Take a Move's end."""
+    def moved(self, ended: Sequence[tuple[Move, Moved]]) -> None:
+        """Take the ends of Moves, which come together."""
 
 
 class Hands:
@@ -82,6 +82,7 @@ class Hands:
         self._clock = clock
         self._device = device
         self._cuts: dict[tuple[TierName, int], int] = {}
+        self._ended: list[Running] = []
 
     def start(self, move: Move) -> None:
         """Check a Move against everything that runs, then begin it soon."""
@@ -109,10 +110,15 @@ class Hands:
 
     def using(self, session: SessionID, blocks: set[BlockID]) -> Move | None:
         """A Move that still uses one of these blocks."""
-        for running in self.running.values():
+        for running in (*self.running.values(), *self._ended):
             if running.move.session == session and not blocks.isdisjoint(running.blocks):
                 return running.move
         return None
+
+    def busy(self, session: SessionID) -> bool:
+        """Whether a Move uses the session's memory, as far as the core knows."""
+        unreported = (*self.running.values(), *self._ended)
+        return any(running.move.session == session for running in unreported)
 
     def crash(self) -> None:
         """The daemon dies: what a write or an erase in flight leaves is up to chance."""
@@ -196,7 +202,17 @@ class Hands:
             moves = [o.move for o in self.running.values() if not is_remote(o.move)]
             writes = [move for move in moves if move.kind is MoveKind.WRITE]
             self.growing = {_place(one.target).slab for one in writes}
-        self._clock.moved(move, Moved(move.id, running.status))
+        self._ended.append(running)
+        if running.status is MoveStatus.OK and self._clock.rng.random() < 0.4:
+            self._clock.later(self._pause(move) / 4, self._tell)
+        else:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Report the Moves that have ended and aren't reported yet."""
+        ended, self._ended = self._ended, []
+        if ended:
+            self._clock.moved([(one.move, Moved(one.move.id, one.status)) for one in ended])
 
     def _scatter(self, running: Running, half: int) -> None:
         move = running.move

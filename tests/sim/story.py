@@ -8,6 +8,7 @@ from enum import Enum
 
 from kvstore.core.keys import KEY_BYTES
 from kvstore.core.messages import (
+    AllMoved,
     Completed,
     Detach,
     Effect,
@@ -69,8 +70,8 @@ def words(what: object) -> str:
             return f"reply s{session} #{number} {_body(body)}"
         case Request(session, number, message):
             return f"request s{session} #{number} {_message(message)}"
-        case Moved(move, status):
-            return f"moved {move} {status.value}"
+        case Moved() | AllMoved():
+            return _moved(what)
         case SessionClosed(session) | Detach(session):
             return f"{type(what).__name__} s{session}"
         case Persist(number, spaces):
@@ -84,6 +85,11 @@ def words(what: object) -> str:
         case ScanDone(tier):
             return f"scan of {tier.value} done"
     return str(what)
+
+
+def _moved(what: Moved | AllMoved) -> str:
+    moved = what.moved if isinstance(what, AllMoved) else (what,)
+    return "; ".join(f"moved {one.move} {one.status.value}" for one in moved)
 
 
 def _move(move: Move) -> str:

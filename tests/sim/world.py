@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from kvstore.core.errors import InvariantError, KVStoreError
 from kvstore.core.limits import Limits
 from kvstore.core.messages import (
     ADMIN,
+    AllMoved,
     Clear,
     Cleared,
     Completed,
@@ -58,15 +59,11 @@ from tests.sim.story import Story
 from tests.sim.timeline import Alarm, Timeline
 from tests.sim.views import SessionView, SpaceKey, TicketView, split
 
-BUGS = (
-    KVStoreError, InvariantError, AssertionError, ArithmeticError, AttributeError, LookupError,
-    TypeError, ValueError, RuntimeError,
-)  # fmt: skip
+BUGS = (KVStoreError, InvariantError, AssertionError, ArithmeticError, AttributeError,
+        LookupError, TypeError, ValueError, RuntimeError)  # fmt: skip
 """What a broken core may raise."""
-DISTURBING = (
-    "corrupt", "key_collision", "read_failed", "load_failed", "cleared", "redis_lost",
-    "redis_read_failed", "redis_down",
-)  # fmt: skip
+DISTURBING = ("corrupt", "key_collision", "read_failed", "load_failed", "cleared", "redis_lost",
+              "redis_read_failed", "redis_down")  # fmt: skip
 """Drops after which a chunk may be missing for a good reason."""
 
 OnReply = Callable[[Reply], None]
@@ -232,13 +229,14 @@ class World:
         if self.fleet is not None:
             self.alarm.set(self.service.next_tick_s(self.now))
 
-    def moved(self, move: Move, event: Moved) -> None:
-        """A Move's end arrives."""
-        if move.kind is MoveKind.STORE and event.status is MoveStatus.OK and move.target:
-            self.model.stored(move, self.hands.arena.contents[move.target].first[0])
-        remote = "remote " if is_remote(move) else ""
-        self.model.counts[f"{remote}{move.kind.value} {event.status.value}"] += 1
-        self.deliver(event)
+    def moved(self, ended: Sequence[tuple[Move, Moved]]) -> None:
+        """The ends of Moves arrive."""
+        for move, event in ended:
+            if move.kind is MoveKind.STORE and event.status is MoveStatus.OK and move.target:
+                self.model.stored(move, self.hands.arena.contents[move.target].first[0])
+            remote = "remote " if is_remote(move) else ""
+            self.model.counts[f"{remote}{move.kind.value} {event.status.value}"] += 1
+        self.deliver(ended[0][1] if len(ended) == 1 else AllMoved(tuple(e for _, e in ended)))
 
     def _tick(self) -> None:
         self.deliver(Tick())
@@ -352,15 +350,15 @@ class World:
     def close(self, session: SessionID, on_close: Callable[[], None]) -> None:
         """A peer is gone; ``on_close`` follows when its memory has been let go."""
         self.saw(Fault.PEER_LOST)
-        if any(running.move.session == session for running in self.hands.running.values()):
+        if self.hands.busy(session):
             self.saw(Fault.PEER_LOST_IN_TRANSFER)
         self.model.close(session)
         self._on_close[session] = on_close
         for name in [name for name in self._on_reply if name[0] == session]:
             del self._on_reply[name]
         self.deliver(SessionClosed(session))
-        idle = all(running.move.session != session for running in self.hands.running.values())
-        if idle and session not in self.model.detached and not self.goes_on():
+        idle = not (self.hands.busy(session) or self.goes_on())
+        if idle and session not in self.model.detached:
             raise SimulationError(f"s{session} isn't detached, though no Move uses its memory")
 
     def goes_on(self) -> bool:
