@@ -55,8 +55,10 @@ class ChunkBlocks:
     def all_null(self, part: Part, chunk: int) -> bool:
         """Whether every block of the chunk's part is null (also where the part has no groups)."""
         for group in self.layout.part_groups(part):
+            if not self.has_null[group]:
+                return False
             cut = self._cut(group, chunk)
-            if not self.has_null[group] or cut != _NULL * (len(cut) // _ID_BYTES):
+            if cut != _NULL * (len(cut) // _ID_BYTES):
                 return False
         return True
 

@@ -21,6 +21,8 @@ from kvstore.core.state import State
 from kvstore.core.tickets import Ticket, Wait
 from kvstore.core.transfers import Blocks
 
+_PARTS = tuple(Part)
+
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
@@ -34,6 +36,10 @@ class _Batch:
     shard: Shard
     lease: Lease | None
     first: int
+    parts: tuple[Part, ...]
+    """Those that chunks of the layout have."""
+    number: int
+    """The shard's."""
 
     def key(self, chunk: int) -> bytes:
         """A chunk's key."""
@@ -70,7 +76,9 @@ class Retrieving:
             if lease is not None and (lease.found is None or lease.space is not space):
                 lease = None
             first = 0 if lease is None else lease.depth(message.keys[:KEY_BYTES]) or 0
-            self._begin(_Batch(ticket, space, blocks, layout, shard, lease, first), chunks)
+            parts = tuple([part for part in _PARTS if layout.part_groups(part)])
+            batch = _Batch(ticket, space, blocks, layout, shard, lease, first, parts, shard.index())
+            self._begin(batch, chunks)
         state.finish_if_ended(ticket)
 
     # ------------------------------------------------------------ private
@@ -97,30 +105,31 @@ class Retrieving:
             batch.ticket.fail(chunk, f"retrieve: {wrong}")
             return Step.END
         found: list[tuple[Slot | Remote, Blocks]] = []
-        for part in Part:
+        key = batch.key(chunk)
+        for part in batch.parts:
             if batch.blocks.all_null(part, chunk):
                 continue
-            source = self._find(batch, chunk, part)
+            source = self._find(batch, chunk, part, key)
             if source is None:
                 return Step.END
             found.append((source, batch.blocks.of(part, chunk)))
-        self._state.directory.tell(batch.space, batch.key(chunk))
-        host = self._state.directory.host.tier
+        host = self._state.directory.host
+        if host.watched:
+            self._state.directory.tell(batch.space, key)
         for source, blocks in found:
             if isinstance(source, Slot):
                 self._touch(source)
-            if isinstance(source, Slot) and source.tier is host:
-                wait = Wait(batch.ticket, chunk)
-                self._reads.load(source, slot_header(source, 0), wait, blocks)
-            else:
-                self._reads.read(source, batch.ticket.wait(chunk), blocks)
+                if source.slab.tier is host.tier:
+                    wait = Wait(batch.ticket, chunk)
+                    self._reads.load(source, slot_header(source, 0), wait, blocks)
+                    continue
+            self._reads.read(source, batch.ticket.wait(chunk), blocks)
         return Step.NEXT
 
-    def _find(self, batch: _Batch, chunk: int, part: Part) -> Slot | Remote | None:
+    def _find(self, batch: _Batch, chunk: int, part: Part, key: bytes) -> Slot | Remote | None:
         """Where a part is: in the fastest tier that has it."""
-        key = batch.key(chunk)
         for tree in self._state.directory.trees():
-            slot = tree.ready(batch.space, key, part, batch.shard.index())
+            slot = tree.ready(batch.space, key, part, batch.number)
             if slot is not None:
                 return slot
         return None if batch.lease is None else self._find_remote(batch, batch.lease, chunk, part)
