@@ -147,7 +147,6 @@ class Link:
             if ticket.settled:
                 return
             self._counts.transfers += 1
-            self.channel.drain()
             if not self._may_ask():
                 self._counts.transfers_refused += 1
                 ticket.settle(b"", False, self._why_not())
@@ -156,6 +155,7 @@ class Link:
             ticket.number = message.id
             self._tickets[message.id] = ticket
             self.channel.send(message.SerializeToString())
+            self.channel.drain()  # after it: the daemon is at work meanwhile
 
     def hold(self, ticket: Ticket, message: pb.ClientMessage, ready: Ready) -> None:
         """Keep a transfer until ``ready`` says that the engine's stream has come so far."""
