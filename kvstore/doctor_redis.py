@@ -20,7 +20,14 @@ from numpy.typing import NDArray
 
 from kvstore.core.errors import CapacityError, KVStoreError, TierUnavailableError
 from kvstore.doctor_findings import Finding, Status
-from kvstore.tiers.redis_errors import AUTH_FAILED
+from kvstore.tiers.redis_errors import (
+    AUTH_FAILED,
+    NO_DATABASE,
+    NO_NODE,
+    NO_SENTINEL,
+    NO_SERVER,
+    NO_TLS,
+)
 from kvstore.tiers.redis_lane import Lane, Reply
 from kvstore.tiers.redis_node import RedisNode
 from kvstore.tiers.redis_servers import RedisServers
@@ -214,12 +221,26 @@ def _named(looked: Looked) -> str:
 
 def _way_out(reason: str, settings: RedisSettings) -> str:
     """What to do about a server that can't be used."""
-    if AUTH_FAILED in reason:
-        return "check redis.username and redis.password, or the address's"
+    for said, advice in _ADVICE.items():
+        if said in reason:
+            return advice
     if "certificate" in reason.lower() or "ssl" in reason.lower():
         return "check redis.ca, redis.cert and redis.key"
-    tls = "" if settings.address.tls else "; a TLS port needs rediss://"
+    tls = "; a TLS port needs rediss://"
+    if settings.address.tls:
+        tls = "; a port without TLS answers nothing to rediss://"
     return f"start it, or correct redis.url; look at firewalls{tls}"
+
+
+_ADVICE = {
+    AUTH_FAILED: "check redis.username and redis.password, which are taken as they are; in an "
+    "address they are percent-encoded",
+    NO_SERVER: "correct the host or port of redis.url; a TLS port needs rediss://",
+    NO_TLS: "use redis:// for it, or its TLS port",
+    NO_NODE: "use redis:// for a single server",
+    NO_SENTINEL: "a Sentinel mostly listens on port 26379; use redis:// for the server itself",
+    NO_DATABASE: "correct the end of redis.url; a server has databases 0 to 15, mostly",
+}
 
 
 def _version(looked: Sequence[Looked]) -> Finding:
@@ -348,9 +369,15 @@ def _chunk(looked: Sequence[Looked]) -> Finding:
     """Whether a chunk goes there and comes back, and how fast."""
     name = "redis chunk"
     size = format_size(CHUNK_BYTES)
-    refused = [f"{one.address}: {one.refused}" for one in looked if one.refused]
+    refused = [
+        one.refused if one.address in one.refused else f"{one.address}: {one.refused}"
+        for one in looked
+        if one.refused
+    ]
     if refused:
         advice = "give the user +get +set +unlink on its prefix (ACL SETUSER)"
+        if "READONLY" in refused[0]:
+            advice = "name its master, or use redis+sentinel://"
         if "full" in refused[0]:
             advice = "raise maxmemory, or set maxmemory-policy allkeys-lru"
         return Finding(name, Status.FAIL, f"{size} can't be kept: {', '.join(refused)}", advice)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,9 @@ from tests.redis_rig import (
     guarded_url,
     standalone,
     tls_server,
+    wait_until,
 )
+from tests.redis_tiers import opened
 
 GOOD = {"maxmemory": "256mb", "maxmemory_policy": "allkeys-lru"}
 NAMES = [
@@ -110,8 +116,50 @@ def test_a_replica_is_no_tier(private_folder: Path) -> None:
         second = standalone(private_folder / "b", replicaof=f"127.0.0.1 {first.port}")
         with second:
             role = look(second.url)["redis role"]
+            chunk = look(second.url)["redis chunk"]
+            with opened(second.url) as ours:
+                wait_until(lambda: ours.tier.stats().state.endswith("takes no writes"), "refused")
     assert role.status is Status.FAIL
     assert "a replica" in role.detail
+    assert chunk.advice == "name its master, or use redis+sentinel://"
+    assert chunk.detail.count(second.address) == 1
+
+
+@contextlib.contextmanager
+def a_web_server() -> Iterator[str]:
+    """Answers whatever comes as one does; gives its host and port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with listener.accept()[0] as peer:
+                        peer.recv(1 << 16)
+                        peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_another_kind_of_server_is_named(private_folder: Path) -> None:
+    """The address says Cluster, Sentinel, TLS or a database, and the server isn't or hasn't it; or
+    it's no Redis at all. Each says so, and what to write instead."""
+    with standalone(private_folder / "v") as server, a_web_server() as web:
+        wrong = {
+            f"redis+cluster://{server.address}": ("is no node of a Cluster", "use redis://"),
+            f"redis+sentinel://{server.address}/kv": ("is no Sentinel", "26379"),
+            f"rediss://{web}": ("not with TLS", "redis://"),
+            f"{server.url}/99": ("no database", "correct the end"),
+            f"redis://{web}": ("isn't a Redis", "host or port"),
+        }
+        for url, (said, advice) in wrong.items():
+            found = look(url)["redis servers"]
+            assert found.status is Status.FAIL
+            assert said in found.detail, found
+            assert advice in found.advice, found
 
 
 def test_credentials_are_checked_and_never_told(private_folder: Path) -> None:

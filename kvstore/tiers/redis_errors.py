@@ -13,6 +13,12 @@ from kvstore.tiers.redis_driver import redis
 from kvstore.tiers.redis_lane import ReplyError
 
 AUTH_FAILED = "auth failed"
+NO_SERVER = "answers, but isn't a Redis or Valkey server"
+NO_TLS = "answers, but not with TLS"
+NO_NODE = "is no node of a Cluster"
+NO_SENTINEL = "is no Sentinel"
+NO_DATABASE = "has no database of this number"
+REPLICA = "is a replica, which takes no writes"
 _AUTH_CODES = ("NOAUTH", "WRONGPASS")
 _HEALTHY_CODES = ("OOM", "MOVED", "ASK", "TRYAGAIN", "WRONGTYPE", "NOPERM")
 """Errors of a server that does its work; any other reply of an error is a failure to the
@@ -31,6 +37,10 @@ def of_reply(error: ReplyError, server: str) -> KVStoreError:
     if error.code in _AUTH_CODES:
         return AuthFailedError(f"redis: {server}: {AUTH_FAILED}")
     text = str(error)[:_TEXT_MAX]
+    if "cluster support disabled" in text:
+        return TierUnavailableError(f"redis: {server} {NO_NODE}")
+    if "unknown command 'SENTINEL'" in text:
+        return TierUnavailableError(f"redis: {server} {NO_SENTINEL}")
     if error.code == "WRONGTYPE":
         return ChunkCorruptError(f"redis: {server}: {text}")
     return TierUnavailableError(f"redis: {server}: {text}")
@@ -47,14 +57,18 @@ def of_connect(
     """What an error of connecting means."""
     if isinstance(error, redis.AuthenticationError):
         return AuthFailedError(f"redis: {server}: {AUTH_FAILED}")
+    if isinstance(error, redis.InvalidResponse):
+        return TierUnavailableError(f"redis: {server} {NO_SERVER}")
+    if isinstance(error, redis.ResponseError) and "DB index" in str(error):
+        return TierUnavailableError(f"redis: {server} {NO_DATABASE}")
     if isinstance(error, redis.ResponseError):
         code = str(error).partition(" ")[0]
         said = code if code.isupper() and code.isalpha() else type(error).__name__
         return TierUnavailableError(f"redis: {server} refuses the handshake ({said})")
     if isinstance(error, redis.TimeoutError | TimeoutError):
         return TierUnavailableError(f"redis: {server} doesn't answer in time")
-    if isinstance(error, redis.ConnectionError):
-        return TierUnavailableError(f"redis: {server} can't be reached: {_cause(error)}")
+    if "WRONG_VERSION_NUMBER" in _cause(error):
+        return TierUnavailableError(f"redis: {server} {NO_TLS}")
     return TierUnavailableError(f"redis: {server} can't be reached: {_cause(error)}")
 
 

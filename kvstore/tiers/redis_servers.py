@@ -163,13 +163,14 @@ class RedisServers:
     def _ask_sentinel(self, host: str, port: int, command: tuple[bytes, ...]) -> Reply:
         """Sentinels mostly take everybody; where one doesn't, the address's credentials are tried,
         which are the server's, too, where it has none of its own."""
+        server = host_text(host, port)
         try:
-            return self._ask(self._hosts.reach(host, port, Login()), command)
+            return self._ask(self._hosts.reach(host, port, Login()), server, command)
         except AuthFailedError:
             given = parse(self._settings.url)
             theirs = given if given.password else self._address
             login = Login(theirs.username, theirs.password)
-            return self._ask(self._hosts.reach(host, port, login), command)
+            return self._ask(self._hosts.reach(host, port, login), server, command)
 
     def _discover_slots(self) -> None:
         known = [(node.is_up, (node.host, node.port)) for node in self.nodes()]
@@ -179,7 +180,7 @@ class RedisServers:
         for host, port in dict.fromkeys((*up, *self._address.hosts, *down)):
             try:
                 lane = self._hosts.reach(host, port, self._login)
-                reply = self._ask(lane, (b"CLUSTER", b"SLOTS"))
+                reply = self._ask(lane, host_text(host, port), (b"CLUSTER", b"SLOTS"))
             except TierUnavailableError as error:
                 failed = str(error).removeprefix("redis: ")
                 continue
@@ -208,15 +209,15 @@ class RedisServers:
         self._slots, self._reason = slots, ""
         self._keep({node for node in slots if node is not None})
 
-    def _ask(self, lane: Lane, command: tuple[bytes, ...]) -> Reply:
-        """One question on a lane that is closed afterwards."""
+    def _ask(self, lane: Lane, server: str, command: tuple[bytes, ...]) -> Reply:
+        """One question on a lane to a server, closed afterwards."""
         with contextlib.closing(lane):
             try:
                 return lane.ask(command)
             except ReplyError as error:
-                raise of_reply(error, "a server") from error
+                raise of_reply(error, server) from error
             except OSError as error:
-                raise of_lane(error, "a server") from error
+                raise of_lane(error, server) from error
 
     def _node(self, host: str, port: int) -> RedisNode:
         address = host_text(host, port) if port else host

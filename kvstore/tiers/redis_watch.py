@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 from kvstore.core.errors import CapacityError, ChunkCorruptError, TierUnavailableError
 from kvstore.tiers.redis_epochs import RedisEpochs, Space
+from kvstore.tiers.redis_errors import REPLICA
 from kvstore.tiers.redis_lane import Lane, Reply, ReplyError
 from kvstore.tiers.redis_names import RedisNames
 from kvstore.tiers.redis_node import RedisNode
@@ -139,8 +140,11 @@ class RedisWatch:
 
     def _test(self, lane: Lane) -> None:
         """Whether the server serves: it answers, and we may look at names. Raises ReplyError."""
-        commands = [(b"PING",), (b"EXISTS", self._names.spaces), (b"INFO", b"server")]
-        pong, exists, info = lane.call(commands)
+        commands = [
+            (b"PING",), (b"EXISTS", self._names.spaces),
+            (b"INFO", b"server"), (b"INFO", b"replication"),
+        ]  # fmt: skip
+        pong, exists, info, replication = lane.call(commands)
         for reply in (pong, exists):
             if isinstance(reply, ReplyError) and reply.code not in _ELSEWHERE:
                 raise reply
@@ -149,6 +153,9 @@ class RedisWatch:
         mode = fields.get("server_mode") or fields.get("redis_mode")
         if mode == "cluster" and self.servers.mode is not RedisMode.CLUSTER:
             raise ReplyError("it is a node of a Cluster; its address begins with redis+cluster://")
+        is_replica = _fields(replication).get("role", "").strip() == "slave"
+        if is_replica and self.servers.mode is not RedisMode.CLUSTER:
+            raise ReplyError(f"it {REPLICA}")
         self.server = _kind(fields) or self.server
 
     def _is_lost(self) -> bool:
