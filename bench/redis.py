@@ -1,7 +1,8 @@
 """Redis: how fast values come and go, and what a server costs those who don't wait for it.
 
 Values of 1, 4 and 32 MiB at a Valkey server on loopback, four connections: our tier by a raw loop
-over sockets, and by redis-py (``redis_sides.py``). A probe of 512 chunks at a Cluster of three
+over sockets, and by redis-py (``redis_sides.py``); beside them what two processes move without any
+server (``redis_loopback.py``), which bounds them all. A probe of 512 chunks at a Cluster of three
 nodes. What daemons do with a server, healthy or sick: ``redis_daemons.py``.
 """
 
@@ -28,6 +29,7 @@ from bench.harness import (
     rates,
     timed,
 )
+from bench.redis_loopback import LoopbackValues
 from bench.redis_sides import ClientValues, RawValues, Rounds, Slots, TierValues, Values
 from kvstore.core.remote_messages import Probe, Probed
 from kvstore.testing.samples import pattern, sample_header
@@ -83,6 +85,7 @@ def _values(bench: Bench, port: int, mib: int) -> None:
         sides: dict[str, Values] = {
             "ours": stack.enter_context(closing(TierValues(f"redis://127.0.0.1:{port}", slots))),
             "raw": stack.enter_context(closing(RawValues(port, slots))),
+            "no server": stack.enter_context(closing(LoopbackValues(slots))),
             "redis-py": stack.enter_context(closing(ClientValues(port, slots))),
         }
         puts = {name: rounds.side(side.put) for name, side in sides.items()}
@@ -103,10 +106,16 @@ def _values(bench: Bench, port: int, mib: int) -> None:
     )  # fmt: skip
     bench.row(f"SET {what}, by redis-py", "x", rates(stored, "ours", "redis-py"), at_least(4))
     bench.row(
+        f"SET {what}: no server at all, by redis-py", "x", rates(stored, "no server", "redis-py")
+    )
+    bench.row(
         f"GET {what}, by a raw loop", "x", rates(read, "ours", "raw"), at_least(0.75),
         _speeds(read, nbytes),
     )  # fmt: skip
     bench.row(f"GET {what}, by redis-py", "x", rates(read, "ours", "redis-py"), at_least(1.8))
+    bench.row(
+        f"GET {what}: no server at all, by redis-py", "x", rates(read, "no server", "redis-py")
+    )
 
 
 def _speeds(runs: list[dict[str, list[float]]], nbytes: int) -> str:
