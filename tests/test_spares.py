@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ AHEAD = 2 * SLAB_BYTES
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread doesn't pause, and writes a slab in two steps."""
     monkeypatch.setattr(spares, "STEP_BYTES", SLAB_BYTES // 2)
-    for name in ("BUSY_PAUSE_S", "ENOUGH_PAUSE_S", "FAILED_PAUSE_S"):
+    for name in ("REST_S", "BUSY_PAUSE_S", "ENOUGH_PAUSE_S", "FAILED_PAUSE_S"):
         monkeypatch.setattr(spares, name, 0.001)
 
 
@@ -229,18 +230,43 @@ def test_nothing_is_written_ahead_while_the_tier_is_at_work(
     seen = threading.Event()
     looks = iter(range(3))
 
-    def idle() -> bool:
+    def idle_s() -> float:
         if next(looks, None) is None:
             seen.set()
-        return tier._counter.idle()
+        return tier._counter.idle_s()
 
-    tier._files.open_spares(AHEAD, idle)
+    tier._files.open_spares(AHEAD, idle_s)
     assert seen.wait(60)
     assert not (tmp_path / UNFINISHED_SPARE_NAME).exists()
     assert tier.stats().ahead_bytes == 0
     io.half_way.wait(60)
     writer.join(60)
     io.half_way = None
+    settle(tier)
+    tier.close()
+
+
+def test_nothing_is_written_ahead_right_behind_the_tier_s_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine that stores is at work as well: zeros wait until it has paused."""
+    monkeypatch.setattr(spares, "REST_S", 1e9)
+    tier = NvmeTier(tmp_path, SLABS, SLAB_BYTES, DirectIO.AUTO, FaultyIO(), 0)
+    tier.open()
+    assert tier._counter.idle_s() == math.inf
+    put(tier, 0, 1)
+    seen = threading.Event()
+    looks = iter(range(3))
+
+    def idle_s() -> float:
+        if next(looks, None) is None:
+            seen.set()
+        return tier._counter.idle_s()
+
+    tier._files.open_spares(AHEAD, idle_s)
+    assert seen.wait(60)
+    assert not (tmp_path / UNFINISHED_SPARE_NAME).exists()
+    monkeypatch.setattr(spares, "REST_S", 0.001)
     settle(tier)
     tier.close()
 

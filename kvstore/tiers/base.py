@@ -3,7 +3,9 @@ business."""
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -114,6 +116,7 @@ class IOCounter:
         self._seconds = dict.fromkeys(IOKind, 0.0)
         self._errors = 0
         self._running = 0
+        self._ended_s = -math.inf
         self._refused: dict[IOKind, list[str]] = {kind: [] for kind in IOKind}
 
     def begin(self) -> None:
@@ -125,10 +128,12 @@ class IOCounter:
         """It has ended, well or not."""
         with self._lock:
             self._running -= 1
+            self._ended_s = time.monotonic()
 
-    def idle(self) -> bool:
-        """Whether none is running."""
-        return not self._running
+    def idle_s(self) -> float:
+        """For how long none has been running; 0 while one is."""
+        with self._lock:
+            return 0.0 if self._running else time.monotonic() - self._ended_s
 
     def add(self, kind: IOKind, nbytes: int, seconds: float) -> None:
         """Count an operation that succeeded."""

@@ -239,7 +239,7 @@ class NvmeTier:
         self._was_clean = found is None or found.clean
         self._spaces = found.spaces if found else ()
         manifest.save(self.folder, Manifest(self.slab_bytes, False, self._spaces))
-        self._files.open_spares(self._ahead_bytes, self._counter.idle)
+        self._files.open_spares(self._ahead_bytes, self._counter.idle_s)
 
     def _let_go(self) -> None:
         self._files.close()

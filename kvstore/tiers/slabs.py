@@ -88,10 +88,10 @@ class SlabFolder:
                 self._folder, len(found.strange), ", ".join(found.strange[:10]),
             )  # fmt: skip
 
-    def open_spares(self, ahead_bytes: int, idle: Callable[[], bool]) -> None:
-        """Keep so many bytes of files written ahead, in the background, while ``idle()``. Raises
-        OSError and TierUnavailableError."""
-        self._spares.open(ahead_bytes, self.direct, idle)
+    def open_spares(self, ahead_bytes: int, idle_s: Callable[[], float]) -> None:
+        """Keep so many bytes of files written ahead, in the background, where the tier has done
+        nothing for a while (``idle_s``). Raises OSError and TierUnavailableError."""
+        self._spares.open(ahead_bytes, self.direct, idle_s)
 
     def ahead_bytes(self) -> int:
         """Bytes of whole files that are written and wait for a slab to be cut."""

@@ -5,7 +5,9 @@ was reserved. So a thread keeps some whole files written ahead, and a slab that 
 them by renaming it. A spare holds nothing but zeros, and so does what a crash leaves of one.
 
 The thread does as little harm as it can: one step at a time, at a bounded rate, at a low priority,
-and none while the tier does anything else. Spares count against the tier's limit; where that is
+and none before the tier has been at rest for a while: an engine that fills the cores pays for each
+byte that is written beside it, and where it stores without a pause, zeros would only double what
+the disk takes. Spares count against the tier's limit; where that is
 reached they become its last slabs.
 """
 
@@ -33,8 +35,10 @@ _log = logging.getLogger(__name__)
 
 STEP_BYTES = 4 << 20
 RATE_BYTES_S = 256 << 20
-BUSY_PAUSE_S = 0.02
-"""Between looks whether the tier has come to rest."""
+REST_S = 2.0
+"""So long the tier has done nothing before anything is written ahead."""
+BUSY_PAUSE_S = 0.1
+"""Between looks whether it has."""
 ENOUGH_PAUSE_S = 0.5
 """Between looks whether a spare was taken."""
 FAILED_PAUSE_S = 30.0
@@ -54,7 +58,7 @@ class Spares:
         self._room = room
         self._wanted = 0
         self._flags = 0
-        self._idle: Callable[[], bool] = lambda: True
+        self._idle_s: Callable[[], float] = lambda: REST_S
         self._lock = threading.Lock()
         self._ready: list[Path] = []
         self._fd: int | None = None
@@ -62,12 +66,13 @@ class Spares:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def open(self, ahead_bytes: int, direct: bool, idle: Callable[[], bool]) -> None:
+    def open(self, ahead_bytes: int, direct: bool, idle_s: Callable[[], float]) -> None:
         """Take over the spares that are there, and make more in a thread until ``ahead_bytes`` are
-        written; 0: none. Raises OSError, and TierUnavailableError where there is no thread."""
+        written; 0: none. ``idle_s`` tells for how long the tier has done nothing. Raises OSError,
+        and TierUnavailableError where there is no thread."""
         self._wanted = -(-ahead_bytes // self._slab_bytes)
         self._flags = os.O_DIRECT if direct else 0
-        self._idle = idle
+        self._idle_s = idle_s
         (self._folder / UNFINISHED_SPARE_NAME).unlink(missing_ok=True)
         for name in slab_files(self._folder, self._slab_bytes).spares:
             path = self._folder / name
@@ -127,7 +132,7 @@ class Spares:
 
     def _step(self, zeros: NDArray[np.uint8]) -> float:
         """Write a little; returns how long to wait then."""
-        if not self._idle():
+        if self._idle_s() < REST_S:
             return BUSY_PAUSE_S
         if len(self._ready) >= self._most():
             self._drop()
