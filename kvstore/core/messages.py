@@ -1,4 +1,5 @@
-"""What goes into the core and what comes out: events, effects, requests and replies, all frozen.
+"""What goes into the core and what comes out: events, effects, requests and replies. None changes
+once made; those made for each chunk aren't declared frozen, which would cost a call a field.
 
 The core is ``handle(event, now) -> effects``. Events report what happened outside; effects say
 what the hands are to do. A Request carries one message of a session; the core answers each with
@@ -36,7 +37,7 @@ LOCAL_TIERS = (TierName.HOST, TierName.NVME)
 """Those that the core keeps an index of; the remote one is probed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Place:
     """Where a slot's bytes lie: slot ``index`` of slab ``slab``, whose slots are ``slot_bytes``
     apart.
@@ -52,7 +53,7 @@ class Place:
     slot_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class ChunkHeader:
     """What a header at rest says, but lengths, codec and checksums, which the tier adds. Compared
     field by field on every read, ``sequence`` excepted: anything else there is a miss."""
@@ -99,7 +100,7 @@ class MoveStatus(Word):
     NO_SPACE = "no space"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Move:
     """Effect: move one part of one chunk shard, then report Moved. ``session`` owns the engine
     memory, if any, and ``transfer`` is the number of its store or retrieve.

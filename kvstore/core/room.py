@@ -41,10 +41,9 @@ class Room:
         self._tree.candidates.begin(STEP_COPIES)
         self._tree.slabs.begin()
 
-    def take(self, slot_bytes: int, guard: Copy) -> Slot | Drop | None:
-        """A FREE slot for a copy, which stays; why there is none; or None where there may be one
-        in the next event."""
-        account = self._tree.accounts.of(guard.space.tenant)
+    def take(self, slot_bytes: int, guard: Copy, account: Account) -> Slot | Drop | None:
+        """A FREE slot for a copy, which stays, and its tenant's account; why there is none; or
+        None where there may be one in the next event."""
         if account.lacks(slot_bytes) and not self._fit(account, slot_bytes, guard):
             if self._goes_on():
                 return None

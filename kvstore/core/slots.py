@@ -21,8 +21,7 @@ handed on to those who wait for it, before its parent lets it commit).
 from __future__ import annotations
 
 from collections.abc import Collection, Set
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.core.errors import InvariantError
 from kvstore.core.layout import Part
@@ -244,8 +243,7 @@ class Slot:
         self.waits = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Handle:
+class Handle(NamedTuple):
     """A slot as it was when the handle was made."""
 
     slot: Slot

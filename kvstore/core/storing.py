@@ -32,6 +32,7 @@ class _Batch:
     blocks: ChunkBlocks
     layout: Layout
     shard: Shard
+    windows: bool
     fulls: int = 0
 
 
@@ -68,7 +69,8 @@ class Storing:
             ticket.fail_all(0, refusal)
         else:
             chain = Chain(space, message.keys, message.first, message.parent)
-            self._store_batch(_Batch(ticket, chain, blocks, layout, shard))
+            windows = bool(layout.part_groups(Part.WINDOW))
+            self._store_batch(_Batch(ticket, chain, blocks, layout, shard, windows))
         state.finish_if_ended(ticket)
 
     def cancel(self, ticket: Ticket, reason: Drop, most: int) -> int:
@@ -160,8 +162,7 @@ class Storing:
             if outcome is not Step.NEXT:
                 return outcome
             batch.fulls = chunk + 1
-        windows = batch.layout.part_groups(Part.WINDOW)
-        if not windows or batch.blocks.any_null(Part.WINDOW, chunk):
+        if not batch.windows or batch.blocks.any_null(Part.WINDOW, chunk):
             return Step.NEXT
         return self._store_part(batch, chunk, Part.WINDOW)
 
@@ -189,7 +190,8 @@ class Storing:
             return slot
         if slot.owner is not None and header.part is Part.FULL:
             slot.owner.count_store(batch.shard.rank())
-        slot.add_wait(ticket.wait(chunk))
+        wait = ticket.wait(chunk, 2)  # for the slot's commit, and for the Move's end
+        slot.add_wait(wait)
         ticket.own_slots.append(Handle.of(slot))
         job = Job(
             state.transfers.next_id(),
@@ -198,7 +200,7 @@ class Storing:
             target=slot,
             session=ticket.session,
             blocks=batch.blocks.of(header.part, chunk),
-            wait=ticket.wait(chunk),
+            wait=wait,
         )
         ticket.moves.add(job.id)
         state.transfers.push(job)

@@ -65,9 +65,9 @@ class Ticket:
         self.failed = bytearray(chunks)
         self.started_s = now
 
-    def wait(self, chunk: int) -> Wait:
-        """One more thing to wait for."""
-        self.open_waits += 1
+    def wait(self, chunk: int, things: int = 1) -> Wait:
+        """So many more things to wait for."""
+        self.open_waits += things
         return Wait(self, chunk)
 
     def settle(self, chunk: int, ok: bool) -> None:

@@ -135,7 +135,8 @@ class Tree:
             copy.link()
         slot: Slot | Drop | None = Drop.PARENT_MISSING
         if self._may_hold(copy, header):
-            slot = self.room.take(slot_bytes(self.tier, header.payload_bytes), copy)
+            account = self.accounts.of(space.tenant)
+            slot = self.room.take(slot_bytes(self.tier, header.payload_bytes), copy, account)
             if isinstance(slot, Slot) and not self._may_hold(copy, header):
                 self.slabs.give_back(slot)
                 slot = Drop.PARENT_MISSING
@@ -144,7 +145,7 @@ class Tree:
                 self._orphan(copy)
             return slot
         slot.reserve(copy, header.shard, header.part, header.payload_bytes)
-        slot.charge(self.accounts.of(space.tenant))
+        slot.charge(account)
         copy.put(header.part, header.shard, slot)
         if fresh:
             self.touch(copy)
@@ -230,10 +231,7 @@ class Tree:
 
     def enter(self, copy: Copy) -> None:
         """Enter a copy into its space's index."""
-        index = copy.space.index[self.tier]
-        before = len(index)
-        index.put(copy)
-        self.chunks += len(index) - before
+        self.chunks += copy.space.index[self.tier].put(copy)
 
     def drop_space(self, space: Space) -> None:
         """A space has died: its copies are freed by sweeps."""

@@ -204,14 +204,16 @@ class Index:
         """The copy of this key."""
         return self._maps[key[0] & self._mask].get(key)
 
-    def put(self, copy: Copy) -> None:
-        """Enter a copy."""
+    def put(self, copy: Copy) -> int:
+        """Enter a copy; tells how many more there are now."""
         found = self._maps[copy.key[0] & self._mask]
         before = len(found)
         found[copy.key] = copy
-        self._count += len(found) - before
+        more = len(found) - before
+        self._count += more
         if self._count > SPLIT_ENTRIES and not self._mask:
             self._split()
+        return more
 
     def remove(self, copy: Copy) -> bool:
         """Take a copy out; tells whether it was there. Nothing happens where the key stands for

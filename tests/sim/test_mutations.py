@@ -7,19 +7,19 @@ without the core's own check of its invariants, by what the outside sees alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-import kvstore.core.candidates as candidates
 import kvstore.core.tree as tree_module
 from kvstore.core.candidates import Candidates
 from kvstore.core.clearing import Clearing
 from kvstore.core.directory import Directory
 from kvstore.core.engines import Session
 from kvstore.core.errors import InvariantError
+from kvstore.core.layout import Part
 from kvstore.core.leases import Leases
 from kvstore.core.messages import Detach, Lookup, MoveStatus, Persisted, Request
 from kvstore.core.quotas import Account
@@ -78,11 +78,12 @@ def evict_pinned(patch: Patch) -> None:
         self._go("evict")
         self._clean()
 
-    def idle(slots: Iterable[Slot]) -> bool:
-        return all(slot.state is SlotState.READY for slot in slots)
+    def idle(self: Copy, part: Part | None = None) -> bool:
+        slots = [slot for slot in self.slots() if part is None or slot.part is part]
+        return bool(slots) and all(slot.state is SlotState.READY for slot in slots)
 
     patch(Slot, "evict", evict)
-    patch(candidates, "_all_idle", idle)
+    patch(Copy, "idle", idle)
 
 
 def evict_leased(patch: Patch) -> None:
@@ -98,7 +99,7 @@ def evict_from_the_middle(patch: Patch) -> None:
     """A chunk may leave while others hang below it."""
 
     def evictable(self: Candidates, copy: Copy) -> bool:
-        return self._loose(copy) and candidates._all_idle(copy.slots())
+        return self._loose(copy) and copy.idle()
 
     patch(Candidates, "evictable", evictable)
 
