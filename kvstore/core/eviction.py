@@ -68,6 +68,8 @@ _HELD_SETS = 256
 class LeastRecentlyUsed:
     """Leaf-first LRU (see the module). Mutates nothing but itself."""
 
+    _rank: Callable[[Copy], int] = staticmethod(Copy.use)
+
     def __init__(self) -> None:
         self._old: list[_Entry] = []
         self._new: list[_Entry] = []
@@ -127,9 +129,6 @@ class LeastRecentlyUsed:
         caller; by the key, as by the address all would be equally full, and grow together."""
         return self._held[copy.key[-1]]
 
-    def _rank(self, copy: Copy) -> int:
-        return copy.use()
-
     def _top(self) -> list[_Entry]:
         """The heap whose first entry leaves first; an empty one if both are."""
         old, new = self._old, self._new
@@ -155,8 +154,7 @@ class LeastRecentlyUsed:
 class FirstInFirstOut(LeastRecentlyUsed):
     """The copy that was offered first leaves first; for comparison."""
 
-    def _rank(self, copy: Copy) -> int:
-        return 0
+    _rank = staticmethod(lambda copy: 0)
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {"lru": LeastRecentlyUsed, "fifo": FirstInFirstOut}

@@ -25,7 +25,8 @@ from kvstore.core.writing import Writing
 @dataclass(slots=True)
 class _Batch:
     """One store's facts. The FULL parts of the chunks before ``fulls`` are begun: that of one more
-    than is begun in whole where room for its WINDOW part is still being made."""
+    than is begun in whole where room for its WINDOW part is still being made. ``windows``: whether
+    chunks have such a part; ``nulls``: whether any block may be null."""
 
     ticket: Ticket
     chain: Chain
@@ -33,6 +34,7 @@ class _Batch:
     layout: Layout
     shard: Shard
     windows: bool
+    nulls: bool
     fulls: int = 0
 
 
@@ -70,7 +72,8 @@ class Storing:
         else:
             chain = Chain(space, message.keys, message.first, message.parent)
             windows = bool(layout.part_groups(Part.WINDOW))
-            self._store_batch(_Batch(ticket, chain, blocks, layout, shard, windows))
+            nulls = any(blocks.has_null)
+            self._store_batch(_Batch(ticket, chain, blocks, layout, shard, windows, nulls))
         state.finish_if_ended(ticket)
 
     def cancel(self, ticket: Ticket, reason: Drop, most: int) -> int:
@@ -155,14 +158,14 @@ class Storing:
         if wrong:
             batch.ticket.fail(chunk, f"store: {wrong}")
             return Drop.BAD_BLOCK
-        if batch.blocks.any_null(Part.FULL, chunk):
+        if batch.nulls and batch.blocks.any_null(Part.FULL, chunk):
             return Drop.NULL_BLOCK
         if chunk >= batch.fulls:
             outcome = self._store_part(batch, chunk, Part.FULL)
             if outcome is not Step.NEXT:
                 return outcome
             batch.fulls = chunk + 1
-        if not batch.windows or batch.blocks.any_null(Part.WINDOW, chunk):
+        if not batch.windows or (batch.nulls and batch.blocks.any_null(Part.WINDOW, chunk)):
             return Step.NEXT
         return self._store_part(batch, chunk, Part.WINDOW)
 

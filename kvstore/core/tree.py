@@ -272,7 +272,7 @@ class Tree:
 
     def _attached(self, space: Space, header: ChunkHeader) -> Copy | None:
         """The chunk's copy; one that is hidden is taken out first."""
-        copy = self.find(space, header.key)
+        copy = space.index[self.tier].get(header.key)
         if copy is not None and not self.rooted(copy):
             self.doom(copy)
             return None

@@ -114,7 +114,7 @@ class Copy:
 
     def slots(self) -> list[Slot]:
         """All slots that it has."""
-        return [slot for slot in self._slots if slot is not None]
+        return list(filter(None, self._slots))
 
     def idle(self, part: Part | None = None) -> bool:
         """Whether it has slots, of that part or any, and all are READY and held by no Move."""
