@@ -19,7 +19,6 @@ from kvstore.core.clearing import Clearing
 from kvstore.core.directory import Directory
 from kvstore.core.engines import Session
 from kvstore.core.errors import InvariantError
-from kvstore.core.layout import Part
 from kvstore.core.leases import Leases
 from kvstore.core.messages import Detach, Lookup, MoveStatus, Persisted, Request
 from kvstore.core.quotas import Account
@@ -78,8 +77,8 @@ def evict_pinned(patch: Patch) -> None:
         self._go("evict")
         self._clean()
 
-    def idle(self: Copy, part: Part | None = None) -> bool:
-        slots = [slot for slot in self.slots() if part is None or slot.part is part]
+    def idle(self: Copy, part: Any = None) -> bool:
+        slots = [slot for slot in self.slots() if part in (None, slot.part)]
         return bool(slots) and all(slot.state is SlotState.READY for slot in slots)
 
     patch(Slot, "evict", evict)
