@@ -84,6 +84,14 @@ class Leases:
         self._order.move_to_end(lease)
         return lease
 
+    def early_found(self, engine: EngineKey, request: str, keys: bytes) -> Found | None:
+        """What the remote tier had for the request's early lease, if that is for the same keys and
+        still holds: a scan finds more, and takes no promise back."""
+        lease = self.of(engine, request)
+        if lease is None or not lease.early or lease.asked != asked(keys) or not lease.holds():
+            return None
+        return lease.found
+
     def of(self, engine: EngineKey, request: str) -> Lease | None:
         """The request's lease, if it has one."""
         leases = self._engines.get(engine)

@@ -50,12 +50,14 @@ class Looking:
                 seen = state.directory.see(space, message.keys, engine.window_chunks)
                 found = None
                 if state.remote_up and seen.chunks * KEY_BYTES < len(message.keys):
-                    span = self.probing.range(engine, space, message.keys, seen.run())
-                    found = self.probing.known(span)
-                    self.probing.remembered += found is not None
-                    if found is None and self.probing.ask(session, number, message, span):
-                        state.reply(session.id, number, LookupReply(HitStatus.PENDING, 0))
-                        return
+                    found = state.leases.early_found(engine.key, message.request, message.keys)
+                    if found is None:
+                        span = self.probing.range(engine, space, message.keys, seen.run())
+                        found = self.probing.known(span)
+                        self.probing.remembered += found is not None
+                        if found is None and self.probing.ask(session, number, message, span):
+                            state.reply(session.id, number, LookupReply(HitStatus.PENDING, 0))
+                            return
                 chunks = self._hit(engine, space, message, seen, found)
         state.reply(session.id, number, _reply(chunks))
 

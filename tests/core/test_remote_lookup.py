@@ -10,7 +10,7 @@ from kvstore.core.limits import RemoteLimits
 from kvstore.core.messages import HitStatus, LookupReply, SessionID
 from kvstore.core.probing import STEP_WAITERS, Waiter
 from kvstore.core.remote_messages import Probe, Probed, RemoteState
-from tests.core.driver import Driver, Engine, layout
+from tests.core.driver import Driver, Engine, layout, limits
 from tests.core.fleet import Fleet, ask, probes, remote_stats, told
 
 PENDING = ("PENDING", 0)
@@ -50,6 +50,26 @@ def test_a_lookup_is_pending_until_its_probe_ends_and_then_a_lease() -> None:
     assert engine.lookup(keys) == 4
     assert node.remote == []
     assert node.stats().leases == 1
+
+
+def test_a_hit_during_the_scan_is_not_taken_back_because_another_probe_is_late() -> None:
+    """What a scan finds may make the hit longer. That another request's probe of the same keys had
+    no answer in time says nothing of what was promised."""
+    fleet, _other, _engine = sharing(4)
+    node = Driver(limits(host_slots=16, nvme_slots=8, remote=RemoteLimits()))
+    node.event(RemoteState(True))
+    engine = node.engine()
+    keys = engine.chain(4)
+    number = ask(engine, keys.data)
+    fleet.answer(node)
+    assert told(engine, number) == [PENDING, ("HIT", 4)]
+    node.tick(RemoteLimits().answer_s)
+    late = ask(engine, keys.data, "late")
+    node.tick(RemoteLimits().probe_s)
+    assert told(engine, late) == [PENDING, ("MISS", 0)]
+    assert engine.lookup(keys) == 4
+    node.scanned()
+    assert engine.lookup(keys) == 4
 
 
 def test_the_probe_begins_behind_the_local_hit_and_extends_it() -> None:
