@@ -14,6 +14,9 @@ import pytest
 from kvstore.core.errors import TierUnavailableError
 from kvstore.testing import sample_header
 from kvstore.testing.remote_tiers import probe_of
+from kvstore.tiers.redis_connect import Login
+from kvstore.tiers.redis_hosts import RedisHosts
+from kvstore.tiers.redis_settings import RedisSettings
 from tests.redis_rig import Certificates, Server, standalone, tls_server, wait_until
 from tests.redis_tiers import opened, read, up, write, write_blindly
 
@@ -105,6 +108,20 @@ def test_a_server_that_moved_is_found(
         with other:
             ours.wait(True)
             write(ours.tier, HEADER)
+
+
+def test_what_fails_at_one_port_takes_nothing_from_another(server: Server) -> None:
+    """A Sentinel beside a server, by the same name, stops: the server is reached as before."""
+    hosts = RedisHosts(RedisSettings(named(server)))
+    hosts.find("localhost", server.port, Login()).close()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        for _ in range(2):
+            with pytest.raises(TierUnavailableError):
+                hosts.reach("localhost", port, Login())
+    assert not hosts.knows("localhost", port)
+    hosts.connect("localhost", server.port, Login()).close()
 
 
 def test_a_certificate_bears_the_name(private_folder: Path, names: NameServer) -> None:

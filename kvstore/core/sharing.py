@@ -119,10 +119,10 @@ class Sharing:
         if event.error:
             self._give_up(asked.handles, Drop.REDIS_PROBE_FAILED)
             return
+        asked.space.saw_fleet_epoch(event.epoch)
         if not self._state.remote_up:
             self._give_up(asked.handles, Drop.REDIS_DOWN)
             return
-        asked.space.saw_fleet_epoch(event.epoch)
         found = dict(zip(asked.parts, event.found, strict=True))
         for handle in asked.handles:
             slot, space = handle.slot, self._space(handle)

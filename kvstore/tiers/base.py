@@ -3,7 +3,6 @@ business."""
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -116,7 +115,7 @@ class IOCounter:
         self._seconds = dict.fromkeys(IOKind, 0.0)
         self._errors = 0
         self._running = 0
-        self._ended_s = -math.inf
+        self._ended_s = time.monotonic()
         self._refused: dict[IOKind, list[str]] = {kind: [] for kind in IOKind}
 
     def begin(self) -> None:
@@ -131,7 +130,7 @@ class IOCounter:
             self._ended_s = time.monotonic()
 
     def idle_s(self) -> float:
-        """For how long none has been running; 0 while one is."""
+        """For how long none has been running, since it was made at most; 0 while one is."""
         with self._lock:
             return 0.0 if self._running else time.monotonic() - self._ended_s
 

@@ -26,7 +26,7 @@ class RedisHosts:
 
     def __init__(self, settings: RedisSettings) -> None:
         self._settings = settings
-        self._found: dict[str, str] = {}
+        self._found: dict[tuple[str, int], str] = {}
 
     def connect(self, host: str, port: int, login: Login) -> Lane:
         """A lane to where the server was found last; looks no name up."""
@@ -44,9 +44,9 @@ class RedisHosts:
             except TierUnavailableError as error:
                 failed = error.with_traceback(None)
                 continue
-            if len(self._found) >= _NAMES_MAX:
-                self._found.clear()
-            self._found[host] = address
+            if (host, port) not in self._found and len(self._found) >= _NAMES_MAX:
+                self._found.pop(next(iter(self._found)))
+            self._found[host, port] = address
             return lane
         try:
             raise failed or TierUnavailableError(f"redis: {host} has no address")
@@ -55,19 +55,23 @@ class RedisHosts:
 
     def reach(self, host: str, port: int, login: Login) -> Lane:
         """As ``find``, but the name is looked up only where the known address fails."""
-        if host in self._found:
+        if (host, port) in self._found:
             try:
                 return self.connect(host, port, login)
             except AuthFailedError:
                 raise
             except TierUnavailableError:
-                self._found.pop(host, None)
+                pass  # it may have moved; until it is found elsewhere, others try it there
         return self.find(host, port, login)
+
+    def knows(self, host: str, port: int) -> bool:
+        """Whether ``connect`` needs no name looked up first."""
+        return not port or _is_literal(host) or (host, port) in self._found
 
     def _known(self, host: str, port: int) -> str:
         if not port or _is_literal(host):
             return host
-        found = self._found.get(host)
+        found = self._found.get((host, port))
         if found is None:
             raise TierUnavailableError(f"redis: {host_text(host, port)} wasn't reached yet")
         return found

@@ -88,8 +88,10 @@ class RedisServers:
         slot, port = _number(words[1]), _number(port_text)
         if not host or port is None or slot is None or slot >= REDIS_CLUSTER_HASH_SLOTS:
             return None
-        node = self._node(host.strip("[]"), port)
-        node.trust()
+        host = host.strip("[]")
+        node = self._node(host, port)
+        if self._hosts.knows(host, port):
+            node.trust()
         if error.code == "MOVED":
             with self._lock:
                 if self._slots:

@@ -174,3 +174,10 @@ def _same(one: ChunkHeader, other: ChunkHeader) -> bool:
     skip = {"epoch", "sequence"}
     fields = [field for field in ChunkHeader.__slots__ if field not in skip]
     return all(getattr(one, field) == getattr(other, field) for field in fields)
+
+
+def stored(engine: Engine, chunks: int, seed: int = 0) -> None:
+    """A prompt is stored, and acknowledged though nobody has answered for the remote tier."""
+    number = engine.store(engine.chain(chunks, seed))
+    engine.driver.run(MoveKind.STORE)
+    assert engine.driver.completed(engine.workers[0], number).done == b"\1" * chunks

@@ -19,7 +19,16 @@ from kvstore.core.remote_messages import (
     RemoteState,
 )
 from tests.core.driver import MODEL, Driver, Engine, layout, limits
-from tests.core.fleet import FIRST_EPOCH, Fleet, ask, probes, remote_moves, remote_stats, told
+from tests.core.fleet import (
+    FIRST_EPOCH,
+    Fleet,
+    ask,
+    probes,
+    remote_moves,
+    remote_stats,
+    stored,
+    told,
+)
 
 
 def alone(**settings: Any) -> tuple[Fleet, Driver, Engine]:
@@ -27,13 +36,6 @@ def alone(**settings: Any) -> tuple[Fleet, Driver, Engine]:
     fleet = Fleet()
     node = fleet.node(**{"host_slots": 16, **settings})
     return fleet, node, node.engine()
-
-
-def stored(engine: Engine, chunks: int, seed: int = 0) -> None:
-    """A prompt is stored, and acknowledged though nobody has answered for the remote tier."""
-    number = engine.store(engine.chain(chunks, seed))
-    engine.driver.run(MoveKind.STORE)
-    assert engine.driver.completed(engine.workers[0], number).done == b"\1" * chunks
 
 
 def test_a_commit_is_acknowledged_first_then_probed_and_what_is_absent_is_written() -> None:
@@ -324,62 +326,3 @@ def test_writes_of_a_cleared_namespace_go_nowhere() -> None:
     assert len([value for value in fleet.values if value[2] > FIRST_EPOCH]) == 0
     assert len(fleet.values) == 1
     assert node.drops("cleared") == 3
-
-
-def cleared_fleet(**settings: Any) -> tuple[Fleet, Driver, Engine]:
-    """A fleet that another node has cleared; and this node, which keeps a prompt from before that
-    couldn't be written there."""
-    fleet = Fleet()
-    first, node = [fleet.node(**{"host_slots": 16, **settings}) for _ in range(2)]
-    engine = node.engine()
-    stored(first.engine(), 1, seed=9)
-    fleet.run(first)
-    stored(engine, 3)
-    fleet.answer(node)
-    for move in remote_moves(node, MoveKind.WRITE):
-        node.end(move, MoveStatus.FAILED)
-    fleet.run(node)
-    number = first.clear()
-    fleet.answer(first)
-    assert not first.is_open(ADMIN, number)
-    fleet.values.clear()
-    return fleet, node, engine
-
-
-def test_what_another_node_cleared_is_not_shared_again() -> None:
-    """What this node keeps is older than the clear: stored again it stays here. What is stored
-    since is shared, also before the clear was noticed, and so is all after a clear of this node."""
-    fleet, node, engine = cleared_fleet()
-    stored(engine, 2, seed=1)
-    fleet.run(node)
-    stored(engine, 3)
-    fleet.run(node)
-    assert {value[3] for value in fleet.values} == set(engine.chain(2, 1))
-    assert node.drops("cleared") == 3
-    assert engine.lookup(engine.chain(3)) == 3
-    node.clear()
-    fleet.answer(node)
-    stored(engine, 3)
-    fleet.run(node)
-    assert set(engine.chain(3)) <= {value[3] for value in fleet.values}
-
-
-def test_what_is_to_be_shared_when_a_clear_is_noticed_and_is_older_is_dropped() -> None:
-    """Stored again before the clear was noticed: the probe that it is for tells of it."""
-    fleet, node, engine = cleared_fleet()
-    stored(engine, 3)
-    fleet.run(node)
-    assert fleet.values == {}
-    assert node.drops("cleared") == 3
-
-
-def test_what_another_node_cleared_is_not_shared_from_nvme_either() -> None:
-    """Copies there are as old, and so is what is read back from them into host memory."""
-    fleet, node, engine = cleared_fleet(host_slots=4, nvme_slots=32)
-    for seed in (2, 3):
-        stored(engine, 3, seed)
-        fleet.run(node)
-    fleet.values.clear()
-    assert engine.get(engine.chain(3)) == b"\1" * 3
-    fleet.run(node)
-    assert fleet.values == {}
