@@ -14,9 +14,9 @@ SEED ?= 1
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --retries 10 --timeout 180 --disable-pip-version-check --quiet
-# In variables, because a comma would end an argument of $(call).
 # An installation is made anew when one of these changes; without a C compiler rows are copied by numpy.
 BUILT_FROM := pyproject.toml setup.py kvstore/device/_rows.c
+# In variables, because a comma would end an argument of $(call).
 FOR_RUN := .[transformers]
 FOR_TEST := .[transformers,redis,dev]
 # Three tries: a registry may be slow or drop a connection.

@@ -30,11 +30,12 @@ from kvstore import ChunkKeys
 from kvstore.codecs import base as codecs
 from kvstore.core.errors import ChunkCorruptError
 from kvstore.memory import advise_huge_pages, map_anonymous
+from kvstore.mover import MoverThreads
 from kvstore.tiers.block_io import aligned_empty
 
 _READ_SETS = 3
 _WRITE_SETS = 4
-_READ_THREADS, _WRITE_THREADS = 6, 6
+_READ_THREADS, _WRITE_THREADS = MoverThreads().read, MoverThreads().write
 """The daemon's own defaults."""
 _HEADER_BYTES = 4096
 

@@ -11,22 +11,12 @@ from dataclasses import dataclass
 
 from kvstore.client_link import Link
 from kvstore.client_waiters import Answer
+from kvstore.core.change_meaning import MEANING
 from kvstore.core.changes import ChangeKind
 from kvstore.core.keys import KEY_BYTES, ChunkKey
 from kvstore.core.layout import Part
 from kvstore.core.messages import TierName
 from kvstore.proto_gen import engine_pb2 as pb
-
-_MEANING = {
-    ChangeKind.HOST_LOST: (TierName.HOST, Part.FULL, False),
-    ChangeKind.HOST_GAINED: (TierName.HOST, Part.FULL, True),
-    ChangeKind.NVME_LOST: (TierName.NVME, Part.FULL, False),
-    ChangeKind.NVME_GAINED: (TierName.NVME, Part.FULL, True),
-    ChangeKind.HOST_WINDOW_LOST: (TierName.HOST, Part.WINDOW, False),
-    ChangeKind.HOST_WINDOW_GAINED: (TierName.HOST, Part.WINDOW, True),
-    ChangeKind.NVME_WINDOW_LOST: (TierName.NVME, Part.WINDOW, False),
-    ChangeKind.NVME_WINDOW_GAINED: (TierName.NVME, Part.WINDOW, True),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +75,11 @@ class Watch:
 def _read(message: pb.DaemonMessage) -> ChunkChanges:
     """What doesn't fit together tells nothing, so it is a resync."""
     keys, kinds = message.keys, message.kinds
-    if len(keys) != KEY_BYTES * len(kinds) or any(kind not in _MEANING for kind in kinds):
+    if len(keys) != KEY_BYTES * len(kinds) or any(kind not in MEANING for kind in kinds):
         return ChunkChanges(resync=True)
     changes = []
     for place, kind in enumerate(kinds):
         key = keys[place * KEY_BYTES : (place + 1) * KEY_BYTES]
-        tier, part, present = _MEANING[ChangeKind(kind)]
+        tier, part, present = MEANING[ChangeKind(kind)]
         changes.append(ChunkChange(ChunkKey(key), tier, present, part))
     return ChunkChanges(tuple(changes), message.resync)

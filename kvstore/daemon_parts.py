@@ -67,7 +67,7 @@ def nvme_tier(config: NvmeConfig) -> NvmeTier | None:
 
 
 _ANSWER_FIRST_S = 0.001
-"""On two cores an engine had its answer 0.5 ms late where writes began at once."""
+"""Where writes began at once, their threads had the cores that the answer wanted."""
 _WRITES_AHEAD = 2
 """Writes that the hands have beyond those that their threads carry out."""
 

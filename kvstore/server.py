@@ -37,6 +37,7 @@ from kvstore.core.messages import (
     Request,
     Tick,
 )
+from kvstore.core.remote_messages import RemoteEffect
 from kvstore.core.stats import LatencySummary
 from kvstore.server_connections import TURN_S, SessionStats
 from kvstore.server_hands import Mover, OpenPages, Tenants
@@ -220,17 +221,17 @@ class EngineServer:
             self._arm(wanted_s)
 
     def _step(self, event: Event, now_s: float) -> None:
-        moves: list[Move] = []
-        for effect in self._service.handle(event, now_s):
-            moves.append(effect) if type(effect) is Move else self._carry_out(effect)
-        if moves:
-            self._mover.submit(*moves)
+        effects = self._service.handle(event, now_s)
+        for effect in effects:
+            if not isinstance(effect, Move):
+                self._carry_out(effect)
+        self._mover.submit(*[effect for effect in effects if isinstance(effect, Move)])
 
     def _broke(self, error: Exception) -> NoReturn:
         """The core was left in the middle of an event: nothing it holds is known to be right."""
         raise self._fail(error) from error
 
-    def _carry_out(self, effect: Effect) -> None:
+    def _carry_out(self, effect: Reply | Detach | Persist | RemoteEffect) -> None:
         if isinstance(effect, Reply):
             if effect.session == ADMIN:
                 self._answer_admin(effect)
@@ -240,7 +241,7 @@ class EngineServer:
             self._sessions.detach(effect.session)
         elif isinstance(effect, Persist):
             self._persister.submit(effect)
-        elif not isinstance(effect, Move):
+        else:
             self._mover.remote(effect)
 
     def _answer_admin(self, effect: Reply) -> None:

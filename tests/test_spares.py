@@ -59,6 +59,20 @@ def settle(tier: NvmeTier, ahead_bytes: int = AHEAD) -> None:
     eventually(lambda: tier.stats().ahead_bytes == ahead_bytes)
 
 
+def looked_in_vain(tier: NvmeTier) -> None:
+    """Begin to write ahead; the thread has looked some times whether it may, and it may not."""
+    seen, looks = threading.Event(), iter(range(3))
+
+    def idle_s() -> float:
+        if next(looks, None) is None:
+            seen.set()
+        return tier._counter.idle_s()
+
+    tier._files.open_spares(AHEAD, idle_s)
+    assert seen.wait(60)
+    assert not (tier.folder / UNFINISHED_SPARE_NAME).exists()
+
+
 def files(tier: NvmeTier) -> int:
     """Files that count against the limit."""
     names = os.listdir(tier.folder)
@@ -226,17 +240,7 @@ def test_nothing_is_written_ahead_while_the_tier_is_at_work(
     writer = threading.Thread(target=put, args=(tier, 1, 2))
     writer.start()
     io.half_way.wait(60)
-    seen = threading.Event()
-    looks = iter(range(3))
-
-    def idle_s() -> float:
-        if next(looks, None) is None:
-            seen.set()
-        return tier._counter.idle_s()
-
-    tier._files.open_spares(AHEAD, idle_s)
-    assert seen.wait(60)
-    assert not (tmp_path / UNFINISHED_SPARE_NAME).exists()
+    looked_in_vain(tier)
     assert tier.stats().ahead_bytes == 0
     io.half_way.wait(60)
     writer.join(60)
@@ -253,17 +257,7 @@ def test_nothing_is_written_ahead_right_behind_the_tier_s_work(
     tier = NvmeTier(tmp_path, SLABS, SLAB_BYTES, DirectIO.AUTO, FaultyIO(), 0)
     tier.open()
     put(tier, 0, 1)
-    seen = threading.Event()
-    looks = iter(range(3))
-
-    def idle_s() -> float:
-        if next(looks, None) is None:
-            seen.set()
-        return tier._counter.idle_s()
-
-    tier._files.open_spares(AHEAD, idle_s)
-    assert seen.wait(60)
-    assert not (tmp_path / UNFINISHED_SPARE_NAME).exists()
+    looked_in_vain(tier)
     monkeypatch.setattr(spares, "REST_S", 0.001)
     settle(tier)
     tier.close()

@@ -40,17 +40,14 @@ class ChunkBlocks:
 
     def of(self, part: Part, chunk: int) -> tuple[tuple[int, bytes], ...]:
         """(group, packed IDs) of one chunk's part."""
-        groups = self.layout.part_groups(part)
-        if len(groups) == 1:
-            return ((groups[0], self._cut(groups[0], chunk)),)
-        return tuple((group, self._cut(group, chunk)) for group in groups)
+        return tuple((group, self._cut(group, chunk)) for group in self.layout.part_groups(part))
 
     def any_null(self, part: Part, chunk: int) -> bool:
         """Whether a block of the chunk's part is null."""
-        for group in self.layout.part_groups(part):
-            if self.has_null[group] and _NULL in _split(self._cut(group, chunk)):
-                return True
-        return False
+        return any(
+            self.has_null[group] and _NULL in _split(self._cut(group, chunk))
+            for group in self.layout.part_groups(part)
+        )
 
     def all_null(self, part: Part, chunk: int) -> bool:
         """Whether every block of the chunk's part is null (also where the part has no groups)."""

@@ -37,9 +37,9 @@ class Candidates:
 
     def offer(self, copy: Copy) -> None:
         """Note a copy that may be evictable, whole or in part."""
-        if copy.first_child is None and self.evictable(copy):
+        if self.evictable(copy):
             self._queue(self._copies, copy, Part.FULL).offer(copy)
-        if copy.window_ready and self.window_evictable(copy):
+        if self.window_evictable(copy):
             self._queue(self._windows, copy, Part.WINDOW).offer(copy)
 
     def release(self) -> None:
@@ -58,11 +58,7 @@ class Candidates:
     def take(self, slot_bytes: int) -> tuple[Copy, list[Part]] | None:
         """The copy, and its parts, to evict for a slot of this size; None where there is none, or
         with ``looks_left`` below 0, where it wasn't found within the looks that there were."""
-        copies = _freeing(self._copies, slot_bytes)
-        if self._windows:
-            return self._first(_freeing(self._windows, slot_bytes), copies)
-        copy = self._take(copies, self._look_at_copy)
-        return None if copy is None else (copy, _BOTH)
+        return self._first(_freeing(self._windows, slot_bytes), _freeing(self._copies, slot_bytes))
 
     def take_of(self, tenant: str) -> tuple[Copy, list[Part]] | None:
         """The same for what leaves first of a tenant that has a quota, of any size."""

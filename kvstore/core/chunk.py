@@ -28,10 +28,10 @@ class Chain:
 
     def header(self, place: int, part: Part, layout: Layout, shard: Shard) -> ChunkHeader:
         """The header of one shard's part of a chunk; its sequence is given when it is written."""
-        space, start = self.space, place * KEY_BYTES
+        space = self.space
         return ChunkHeader(
-            key=ChunkKey(self.keys[start : start + KEY_BYTES]),
-            parent=ChunkKey(self.keys[start - KEY_BYTES : start]) if place else self.parent,
+            key=self.key(place),
+            parent=self.key(place - 1) if place else self.parent,
             depth=self.first + place,
             tenant=space.tenant,
             namespace=space.namespace,

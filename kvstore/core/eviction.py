@@ -81,9 +81,9 @@ class LeastRecentlyUsed:
 
     def offer(self, copy: Copy) -> None:
         """Note a candidate."""
-        held, name = self._held[copy.key[-1]], id(copy)
-        if name not in held:
-            held.add(name)
+        held = self._held_with(copy)
+        if id(copy) not in held:
+            held.add(id(copy))
             self._ties += 1
             heapq.heappush(self._new, (self._rank(copy), self._ties, copy))
         self.trim()

@@ -77,8 +77,8 @@ class Leases:
 
     def renew(self, engine: EngineKey, request: str, keys: bytes, now: float) -> Lease | None:
         """The request's lease, prolonged, if it is for the same keys and still holds."""
-        lease = self.of(engine, request)
-        if lease is None or lease.early or lease.asked != asked(keys) or not lease.holds():
+        lease = self._holding(engine, request, keys)
+        if lease is None or lease.early:
             return None
         lease.deadline_s = now + self.lease_s
         self._order.move_to_end(lease)
@@ -87,10 +87,8 @@ class Leases:
     def early_found(self, engine: EngineKey, request: str, keys: bytes) -> Found | None:
         """What the remote tier had for the request's early lease, if that is for the same keys and
         still holds: a scan finds more, and takes no promise back."""
-        lease = self.of(engine, request)
-        if lease is None or not lease.early or lease.asked != asked(keys) or not lease.holds():
-            return None
-        return lease.found
+        lease = self._holding(engine, request, keys)
+        return lease.found if lease is not None and lease.early else None
 
     def of(self, engine: EngineKey, request: str) -> Lease | None:
         """The request's lease, if it has one."""
@@ -169,6 +167,12 @@ class Leases:
 
     def __len__(self) -> int:
         return len(self._order)
+
+    def _holding(self, engine: EngineKey, request: str, keys: bytes) -> Lease | None:
+        """The request's lease, if it is for the same keys and still holds."""
+        lease = self.of(engine, request)
+        same = lease is not None and lease.asked == asked(keys) and lease.holds()
+        return lease if same else None
 
     def _end(self, lease: Lease) -> None:
         del self._order[lease]

@@ -51,7 +51,7 @@ class Room:
             return Drop.HOST_QUOTA if host else Drop.NVME_QUOTA
         slabs, candidates = self._tree.slabs, self._tree.candidates
         slot = slabs.take(slot_bytes)
-        if slot is None and self._tree.sweeping() and self._sweep():
+        if slot is None and self._sweep():
             slot = slabs.take(slot_bytes)
         if slot is not None:
             return slot

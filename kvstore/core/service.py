@@ -291,7 +291,7 @@ class Service:
                 session.moves -= 1
                 if session.closing:
                     closing.append(session)
-            if job.wait is not None and job.wait.ticket.ended():
+            if job.wait is not None:
                 state.finish_if_ended(job.wait.ticket)
         self._settle()
         for session in closing:

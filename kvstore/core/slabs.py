@@ -291,8 +291,6 @@ class SlabSpace:
         if slot_bytes > self.limits.slab_bytes:
             return None
         if not self._uncut and (self.growth_stopped or not self._never_cut):
-            if not self._empty:
-                return None
             spare = next((s for s in self._empty.values() if s.slot_bytes != slot_bytes), None)
             if spare is None:
                 return None

@@ -164,9 +164,8 @@ class Slot:
 
     def mark_leased(self, leased: bool) -> None:
         """Whether a lease protects its owner, which its slab counts."""
-        if leased is not self.leased:
-            self.slab.leased += 1 if leased else -1
-            self.leased = leased
+        self.slab.leased += leased - self.leased
+        self.leased = leased
 
     def commit(self) -> None:
         """RESERVED -> READY; the bytes must have landed."""
@@ -229,8 +228,7 @@ class Slot:
 
     def _clean(self) -> None:
         self.generation += 1
-        if self.leased:
-            self.mark_leased(False)
+        self.mark_leased(False)
         if self.account is not None:
             self.account.used_bytes -= self.slab.slot_bytes
             self.account = None

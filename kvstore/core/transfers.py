@@ -113,10 +113,7 @@ class FairQueue:
     def head(self) -> Job | None:
         """The job to go next; it stays."""
         while self._queues:
-            if len(self._queues) == 1:
-                (session,) = self._queues
-            else:
-                session = min(self._served, key=self._served.__getitem__)
+            session = min(self._served, key=self._served.__getitem__)
             queue = self._queues[session]
             if queue:
                 return next(iter(queue.values()))

@@ -272,7 +272,7 @@ class Tree:
 
     def _attached(self, space: Space, header: ChunkHeader) -> Copy | None:
         """The chunk's copy; one that is hidden is taken out first."""
-        copy = space.index[self.tier].get(header.key)
+        copy = self.find(space, header.key)
         if copy is not None and not self.rooted(copy):
             self.doom(copy)
             return None
@@ -393,6 +393,5 @@ class Tree:
         self._leave(copy)
         copy.unlink()
         if parent is not None:
-            if parent.last_use < copy.last_use:
-                parent.last_use = copy.last_use
+            parent.last_use = max(parent.last_use, copy.last_use)
             self.offer(parent)

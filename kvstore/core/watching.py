@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvstore.core.changes import ChangeKind, Changes, Watch
+from kvstore.core.change_meaning import MEANING
+from kvstore.core.changes import Changes, Watch
 from kvstore.core.engines import Session
 from kvstore.core.layout import Part
 from kvstore.core.messages import Refused, SessionID, TierName
@@ -26,16 +27,7 @@ PENDING_MAX = 16_384
 """Changes kept for one session: 3 MB."""
 ANSWER_MAX = 1000
 """Changes in one answer."""
-_KINDS = {
-    (TierName.HOST, Part.FULL, False): ChangeKind.HOST_LOST,
-    (TierName.HOST, Part.FULL, True): ChangeKind.HOST_GAINED,
-    (TierName.NVME, Part.FULL, False): ChangeKind.NVME_LOST,
-    (TierName.NVME, Part.FULL, True): ChangeKind.NVME_GAINED,
-    (TierName.HOST, Part.WINDOW, False): ChangeKind.HOST_WINDOW_LOST,
-    (TierName.HOST, Part.WINDOW, True): ChangeKind.HOST_WINDOW_GAINED,
-    (TierName.NVME, Part.WINDOW, False): ChangeKind.NVME_WINDOW_LOST,
-    (TierName.NVME, Part.WINDOW, True): ChangeKind.NVME_WINDOW_GAINED,
-}
+_KINDS = {meaning: kind for kind, meaning in MEANING.items()}
 
 
 @dataclass(slots=True, eq=False)

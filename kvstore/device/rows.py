@@ -1,7 +1,7 @@
 """Rows: copies of equal rows between memory and a slot, compiled where it could be.
 
 ``COMPILED`` is the module that a C compiler made at installation (_rows.c), None where there was
-none; numpy then copies, at 0.6 to 0.9 of its speed. So it does in a checkout whose module was
+none; numpy then copies, more slowly. So it does in a checkout whose module was
 compiled from another _rows.c than lies there. Both drop the interpreter lock throughout.
 """
 

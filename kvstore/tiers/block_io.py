@@ -1,9 +1,8 @@
-"""BlockIO: the system calls of direct I/O, the buffers that it takes, and the gate before it."""
+"""BlockIO: the system calls of direct I/O, and the buffers that it takes."""
 
 from __future__ import annotations
 
 import os
-import queue
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,22 +14,6 @@ BLOCK_BYTES = 4096
 IN_DEVICE = 4
 """Reads, or writes, of chunks that a device is given at a time. It ends those that it has together,
 so with all threads in it at once nobody would prepare the next ones meanwhile."""
-
-
-class Gate:
-    """Lets ``count`` threads through at a time: a context manager. The others wait without the
-    interpreter lock, and whoever leaves wakes one of them."""
-
-    def __init__(self, count: int) -> None:
-        self._passes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(count):
-            self._passes.put(None)
-
-    def __enter__(self) -> None:
-        self._passes.get()
-
-    def __exit__(self, *exception: object) -> None:
-        self._passes.put(None)
 
 
 class BlockIO:

@@ -39,7 +39,7 @@ from kvstore.core.errors import (
 from kvstore.core.messages import ChunkHeader, Place, SpaceRecord, TierName
 from kvstore.tiers import manifest
 from kvstore.tiers.base import ChunkForeignError, IOCounter, IOKind, ScanReport, TierIOStats
-from kvstore.tiers.block_io import BLOCK_BYTES, IN_DEVICE, BlockIO, Gate, aligned_empty
+from kvstore.tiers.block_io import BLOCK_BYTES, IN_DEVICE, BlockIO, aligned_empty
 from kvstore.tiers.lock import FolderLock
 from kvstore.tiers.manifest import Manifest
 from kvstore.tiers.scan import SlabScan
@@ -79,7 +79,8 @@ class NvmeTier:
         self._codec = IdentityCodec()
         self._counter = IOCounter()
         self._saving = threading.Lock()
-        self._reading, self._writing = Gate(IN_DEVICE), Gate(IN_DEVICE)
+        self._reading = threading.Semaphore(IN_DEVICE)
+        self._writing = threading.Semaphore(IN_DEVICE)
         self._spaces: tuple[SpaceRecord, ...] = ()
         self._was_clean = False
         self._scan_ended = False

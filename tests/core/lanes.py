@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kvstore.core.keys import NO_PARENT, ChunkKey
-from kvstore.core.layout import Part
-from kvstore.core.messages import ChunkHeader, MoveKind, SessionID
+from kvstore.core.messages import MoveKind, SessionID
 from kvstore.core.transfers import Depths, Job, Sources, Transfers
+from kvstore.testing import sample_header
 
 ONE = SessionID(1)
 
@@ -26,25 +25,10 @@ class Lanes:
         self, kind: MoveKind, session: SessionID | None = None, nbytes: int = 100, turn: int = 0
     ) -> Job:
         """A job that names no slot."""
-        header = ChunkHeader(
-            key=ChunkKey(bytes(32)),
-            parent=NO_PARENT,
-            depth=0,
-            tenant="t",
-            namespace=b"n",
-            epoch=0,
-            dtype="float32",
-            tokens=16,
-            shard=0,
-            shards=1,
-            part=Part.FULL,
-            payload_bytes=nbytes,
-            sequence=0,
-        )
         return Job(
             self.transfers.next_id(),
             kind,
-            header,
+            sample_header(1, nbytes),
             session=session,
             turn=SessionID(turn) if turn else None,
         )
