@@ -125,11 +125,9 @@ class EngineServer:
         self._failure: InvariantError | None = None
 
     async def run(self, on_ready: Callable[[], None]) -> None:
-        """Listen and serve until ``stop``; ``on_ready`` is called once engines can connect.
-
-        Raises ConfigError or TierUnavailableError where the socket can't be had, and whatever
-        stopped the daemon.
-        """
+        """Listen and serve until ``stop``; ``on_ready`` is called once engines can connect. Raises
+        ConfigError or TierUnavailableError where the socket can't be had, and whatever stopped the
+        daemon."""
         self._listener.open()
         loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
@@ -225,7 +223,8 @@ class EngineServer:
         for effect in effects:
             if not isinstance(effect, Move):
                 self._carry_out(effect)
-        self._mover.submit(*[effect for effect in effects if isinstance(effect, Move)])
+        if moves := [effect for effect in effects if isinstance(effect, Move)]:
+            self._mover.submit(*moves)
 
     def _broke(self, error: Exception) -> NoReturn:
         """The core was left in the middle of an event: nothing it holds is known to be right."""
